@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -28,6 +29,10 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text printable; called for every text, also in the cells of tables."""
         return super().render_str(plain(text), **options)
+
+
+console = PlainConsole(width=None if sys.stdout and sys.stdout.isatty() else 140)
+"""What commands print to; tables are at most as wide as the terminal, elsewhere 140 columns."""
 
 
 def counted(number: int, noun: str) -> str:

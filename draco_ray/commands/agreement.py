@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from draco_ray.commands.printing import print_overall, with_interval
 from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
 from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
@@ -14,13 +12,13 @@ from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.files import check_folder
 from draco_ray.lab.rows import finite
-from draco_ray.terminal import counted
+from draco_ray.terminal import console, counted
 
 KEYS = ("run", "judge", "citation_overlap", "unanswered")
 """Key columns, which are left out of the table for labels."""
 
 
-def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> list[Path]:
+def agreement(paths: Sequence[Path], *, out: Path | None) -> list[Path]:
     """Print how far a judge agrees with people, and people with each other; returns the tables written to ``out``.
 
     Raises:
@@ -29,7 +27,7 @@ def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> l
     said = read_labels(paths)
     labels = last_words(said)
     folder = None if out is None else check_folder(out)
-    _print_size(labels, console)
+    _print_size(labels)
     if contrary := taken_back(said):
         console.print(
             f"{contrary} {'label contradicts' if contrary == 1 else 'labels contradict'} an earlier label of the same "
@@ -38,16 +36,16 @@ def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> l
     tables = {}
     if any(label.verdict is not None for label in labels):
         tables["agreement"] = against_people(labels)
-        print_overall(console, "the judge against people", tables["agreement"], KEYS)
+        print_overall("the judge against people", tables["agreement"], KEYS)
     people = between_people(labels)
     if people.num_rows:
         tables["people"] = people
-        print_overall(console, "people against each other, on verdicts that two people labelled", people, KEYS)
-    _print_citations(labels, console)
+        print_overall("people against each other, on verdicts that two people labelled", people, KEYS)
+    _print_citations(labels)
     return [path for name, table in tables.items() if folder for path in write_table(table, folder, name)]
 
 
-def _print_size(labels: Sequence[Label], console: Console) -> None:
+def _print_size(labels: Sequence[Label]) -> None:
     people, groups = len({label.by for label in labels}), len({label.group for label in labels})
     verdicts = sum(label.verdict is not None for label in labels)
     cited = sum(label.citation is not None for label in labels)
@@ -62,7 +60,7 @@ def _print_size(labels: Sequence[Label], console: Console) -> None:
         )
 
 
-def _print_citations(labels: Sequence[Label], console: Console) -> None:
+def _print_citations(labels: Sequence[Label]) -> None:
     found = citations(labels)
     if found is None:
         return

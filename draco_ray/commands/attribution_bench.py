@@ -6,7 +6,6 @@ import asyncio
 from pathlib import Path
 
 import pyarrow as pa
-from rich.console import Console
 
 from draco_ray.commands.printing import print_table, with_interval
 from draco_ray.commands.replay import judges_own_config
@@ -31,6 +30,7 @@ from draco_ray.lab.files import check_folder
 from draco_ray.lab.rows import grouped
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Noise
+from draco_ray.terminal import console
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
@@ -52,7 +52,6 @@ def attribution_bench(
     processes: int,
     config: str | None,
     out: Path,
-    console: Console,
     wrong_step: float = 0.0,
     trust: bool = False,
 ) -> list[Path]:
@@ -67,7 +66,6 @@ def attribution_bench(
         processes: number of AppWorld processes.
         config: configuration of the judge; None: the defaults.
         out: folder of the tables.
-        console: where figures are printed.
         wrong_step: share of citations in which the offline judge names a wrong step; 0 for any other judge.
         trust: see `draco_ray.config.load.load_config`.
 
@@ -101,17 +99,16 @@ def attribution_bench(
     complete = noisy or open_complete(settings, configured.seed)
     judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
     found = measures(judged, name)
-    _print(console, found)
+    _print(found)
     return write_table(found, out / folder_name(name), "measures")
 
 
-def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]:
+def attribution_labels(path: Path, *, out: Path) -> list[Path]:
     """Measure judges by the step labels of a file; print and write the tables.
 
     Args:
         path: the labels of people and judges.
         out: folder of the tables.
-        console: where figures are printed.
 
     Raises:
         ConfigError: not a labels file.
@@ -128,7 +125,6 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
         losers, *_, winners = next(iter(judges.values()))
         counts = [f"{row['trajectories']} {row['measure']} ({row['questions']} questions)" for row in (losers, winners)]
         print_table(
-            console,
             f"{title}: {' and '.join(counts)}",
             ["", "losers (higher is better)", "first error found", "all on first error", "winners (lower is better)"],
             {
@@ -137,13 +133,11 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
             },
         )
     print_table(
-        console,
         f"recommended algorithm.reliability; {SPLITS} splits by question: measured on one half, used on the other",
         ["", *CALIBRATION],
         {row["judge"]: [row[head] for head in CALIBRATION] for row in calibrated.to_pylist()},
     )
     print_table(
-        console,
         "error rates by trajectory, as judge.rule_judge takes them",
         ["", *ERRORS],
         {row["judge"]: [row[head] for head in ERRORS] for row in calibrated.to_pylist() if row["judge"] != EVERY_JUDGE},
@@ -151,12 +145,12 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "reliability")]
 
 
-def _print(console: Console, found: pa.Table) -> None:
+def _print(found: pa.Table) -> None:
     rows = found.to_pylist()
     heads = ("observations", "value", "low", "high", *RULES)
     whole = {row["measure"]: [row[head] for head in heads] for row in rows if row["scope"] == "all"}
-    print_table(console, "all planted faults", ["", *heads], whole)
+    print_table("all planted faults", ["", *heads], whole)
     shown = grouped((row for row in rows if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all"), "scope")
     values = {scope: {row["measure"]: row["value"] for row in of_fault} for scope, of_fault in shown.items()}
     cells = {scope: [found.get(name) for name in SHOWN_BY_FAULT] for scope, found in values.items()}
-    print_table(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
+    print_table("by fault", ["", *SHOWN_BY_FAULT], cells)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import psutil
-from rich.console import Console
 
 from draco_ray.commands.plan import host_bytes, host_problems, memory_problems
 from draco_ray.config.schema import DracoConfig, LearnerConfig
@@ -17,7 +16,7 @@ from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
 from draco_ray.lab.planning.memory import GIB
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions
-from draco_ray.terminal import PlainConsole, counted
+from draco_ray.terminal import console, counted
 from draco_ray.training.checks import CHECKS, Start, check_root, findings
 from draco_ray.training.session import open_judge
 from draco_ray.training.sizes import address_of
@@ -26,12 +25,11 @@ JUDGE_SECONDS = 60.0
 """Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
 
 
-def check(config: DracoConfig, console: Console | None = None) -> None:
+def check(config: DracoConfig) -> None:
     """Check a configuration and print what was found, a line for each finding.
 
     Raises: ConfigError if there are findings.
     """
-    console = console or PlainConsole()
     start = Start(config, console)
     found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
     for number, error in enumerate(found, start=1):

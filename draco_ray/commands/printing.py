@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
-from rich.console import Console
 from rich.table import Table
 
+from draco_ray.terminal import console
 
-def print_overall(console: Console, title: str, table: pa.Table, left_out: Sequence[str], head: str = "phase") -> None:
+
+def print_overall(title: str, table: pa.Table, left_out: Sequence[str], head: str = "phase") -> None:
     """Print the rows over all steps as columns, one line per measure, with intervals.
 
     Args:
@@ -23,7 +24,7 @@ def print_overall(console: Console, title: str, table: pa.Table, left_out: Seque
         name: [with_interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in overall]
         for name in names
     }
-    print_table(console, title, [head, *(row[head] for row in overall)], cells)
+    print_table(title, [head, *(row[head] for row in overall)], cells)
 
 
 def with_interval(value: object, low: float | None, high: float | None) -> str:
@@ -31,7 +32,7 @@ def with_interval(value: object, low: float | None, high: float | None) -> str:
     return _written(value) + ("" if low is None else f" [{_written(low)}, {_written(high)}]")
 
 
-def print_table(console: Console, title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:
+def print_table(title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:
     """Print a line per name with its cells, under ``heads``; None is shown as a dash."""
     printed = Table(*heads, title=title, title_justify="left", box=None, pad_edge=False)
     for column in printed.columns[1:]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.commands.printing import print_overall, print_table
@@ -49,10 +48,11 @@ from draco_ray.lab.files import check_folder
 from draco_ray.lab.rows import grouped, mean
 from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.terminal import console
 
 
 def replay_algorithm(
-    directory: Path, *, rules: Sequence[str] | None, steps: Sequence[int] | None, out: Path | None, console: Console
+    directory: Path, *, rules: Sequence[str] | None, steps: Sequence[int] | None, out: Path | None
 ) -> list[Path]:
     """Run advantage rules over the recorded verdicts; no call is made.
 
@@ -75,7 +75,7 @@ def replay_algorithm(
         name: [mean(row[name] for row in rows if row[name] is not None) for rows in by_rule.values()]
         for name in measures
     }
-    print_table(console, "advantage rules, means over steps", ["rule", *by_rule], means)
+    print_table("advantage rules, means over steps", ["rule", *by_rule], means)
     return write_table(table, folder, "rules")
 
 
@@ -88,7 +88,6 @@ def replay_judge(
     steps: Sequence[int] | None,
     static_rubric: Path | None,
     out: Path | None,
-    console: Console,
     trust: bool = False,
 ) -> list[Path]:
     """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
@@ -110,7 +109,7 @@ def replay_judge(
     if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
     folder = check_folder(out or run.path / REPLAYS)
-    replayed = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder, console)
+    replayed = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder)
     found: list[Path] = []
     if calls:
         found += replayed.verdicts(calls)
@@ -157,7 +156,6 @@ class _Replay:
     _own: JudgeConfig
     _config: JudgeConfig
     _folder: Path
-    _console: Console
     dollars: float = 0.0
 
     def __post_init__(self) -> None:
@@ -166,7 +164,7 @@ class _Replay:
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
         """Agreement of verdicts and citations, and the loss for training."""
-        self._console.print(f"sending {len(calls)} archived prompts to {self._asked}")
+        console.print(f"sending {len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -175,20 +173,20 @@ class _Replay:
             ),
         )
         agreed = agreement_table(replayed)
-        print_overall(self._console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
+        print_overall("agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         if (trusted := repeated_reliability(replayed)) is not None:
             limit = " (an upper limit: a mistake that it repeats counts as right)" if self._judge == OWN else ""
-            self._console.print(
+            console.print(
                 f"algorithm.reliability of the run's citations, if those of {self._judge} are right: "
                 f"{trusted:.3f}{limit}"
             )
         lost = judge_loss(self._run, replayed)
-        _print_loss(self._console, lost)
+        _print_loss(lost)
         return self._written({"judge_loss": lost, "agreement": agreed, "replayed": replayed})
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
         """Overlap of the criteria, paired by the third model."""
-        self._console.print(
+        console.print(
             f"sending {len(calls)} archived prompts to {self._asked}; criteria are paired by "
             f"{asked(third.model, third)}"
         )
@@ -206,15 +204,13 @@ class _Replay:
             ),
         )
         overlap = rubric_overlap.overlap_table(compared)
-        print_overall(
-            self._console, "overlap of criteria, compared with the run's own judge against itself", overlap, ("run",)
-        )
+        print_overall("overlap of criteria, compared with the run's own judge against itself", overlap, ("run",))
         return self._written({"overlap": overlap, "comparisons": compared})
 
     def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
         """Score the recorded rollouts against a static rubric, and compare the rates with the run's own rubric."""
         scorer = self._config.model_copy(update={"score_votes": 1})
-        self._console.print(f"sending recorded rollouts to {self._asked}")
+        console.print(f"sending recorded rollouts to {self._asked}")
         prompts = prompts_of(scorer)
         again = self._ask(
             scorer,
@@ -222,7 +218,7 @@ class _Replay:
             lambda complete, mine: rescore(self._run, mine, rubric, Judge(complete, prompts, scorer), self._judge),
         )
         rates = rubric_rates(self._run, again)
-        print_overall(self._console, "the same rollouts against a static rubric", rates, ("run",), head="rubric")
+        print_overall("the same rollouts against a static rubric", rates, ("run",), head="rubric")
         return self._written({"rubric_rates": rates, RESCORED_TABLE: again})
 
     def _ask(
@@ -278,9 +274,9 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
     return run
 
 
-def _print_loss(console: Console, table: pa.Table) -> None:
+def _print_loss(table: pa.Table) -> None:
     """Print how much of the training signal is lost, one line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
             cells = {name: [cell] for name, cell in row.items() if name not in ("run", "judge")}
-            print_table(console, "effect on training if this judge replaced the run's own", ["", row["judge"]], cells)
+            print_table("effect on training if this judge replaced the run's own", ["", row["judge"]], cells)

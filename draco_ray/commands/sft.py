@@ -8,8 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from draco_ray.config.machine import cores, set_threads
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
@@ -18,7 +16,7 @@ from draco_ray.extras import need
 from draco_ray.judging.outage import span
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.temp_dirs import PrivateTempDir
-from draco_ray.terminal import PlainConsole
+from draco_ray.terminal import console
 
 READ = ("seed", "data", "model", "agent", "environment", "learner")
 """Sections of the configuration that fine-tuning uses."""
@@ -60,12 +58,12 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         raise ConfigError(
             f"--new: {source} is a run with another model's tokens; expected demonstrations as JSONL of messages"
         )
-    console, began = PlainConsole(), time.monotonic()
+    began = time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     with PrivateTempDir(out.parent) as folder:
         made = folder / "model"
         train = _new_model if new else _adapted
-        count, loss = train(config, source, made, epochs, best, console)
+        count, loss = train(config, source, made, epochs, best)
         if out.exists():
             out.rmdir()
         made.rename(out)
@@ -75,9 +73,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
     )
 
 
-def _adapted(
-    config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
-) -> tuple[int, float]:
+def _adapted(config: DracoConfig, source: Path, out: Path, epochs: int, best: int) -> tuple[int, float]:
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.engine.model_directory import load_tokenizer
     from draco_ray.training.demonstrations import best_rollouts
@@ -99,14 +95,12 @@ def _adapted(
     else:
         chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
-    samples = _fitting(config, samples, console)
-    loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))
+    samples = _fitting(config, samples)
+    loss = train(config, samples, out, epochs=epochs, on_update=_progress())
     return len(samples), loss
 
 
-def _new_model(
-    config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
-) -> tuple[int, float]:
+def _new_model(config: DracoConfig, source: Path, out: Path, epochs: int, best: int) -> tuple[int, float]:
     """Train a stand-in for a pretrained model in the same way as the sandbox's starter policy."""
     from transformers.utils import logging
 
@@ -122,13 +116,13 @@ def _new_model(
     samples = _samples(config, source, speller)
     texts = (speller.tokenizer.decode(sample.token_ids_T.tolist(), skip_special_tokens=True) for sample in samples)
     tokenizer = train_tokenizer(texts, settings.vocabulary, settings.positions)
-    samples = _fitting(config, _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking)), console)
+    samples = _fitting(config, _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking)))
     examples = [
         Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.loss_mask_T.tolist()))
         for each in samples
     ]
     model = new_model(tokenizer, settings, config.seed)
-    loss = train(model, [examples] * epochs, settings, config.seed, _progress(console))
+    loss = train(model, [examples] * epochs, settings, config.seed, _progress())
     logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -148,7 +142,7 @@ def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
     return [as_sample(each, chat) for each in read_demonstrations(source, environment, agent)]
 
 
-def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> list[Any]:
+def _fitting(config: DracoConfig, samples: Sequence[Any]) -> list[Any]:
     """Drop samples that are longer than a rollout can be, and print their number."""
     from draco_ray.training.demonstrations import fitting
 
@@ -158,7 +152,7 @@ def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> l
     return kept
 
 
-def _progress(console: Console) -> Callable[[int, int, float], None]:
+def _progress() -> Callable[[int, int, float], None]:
     """Print a line with the remaining time for the first and last update, and every `PROGRESS_SECONDS` between."""
     began = time.monotonic()
     printed = began

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from draco_ray.errors import ConfigError
@@ -18,7 +17,7 @@ from draco_ray.lab.simulation.scaling import GPUS, SIZES, Size, error, on_gpus, 
 from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.step import SimulatedStep, Speeds
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.terminal import PlainConsole
+from draco_ray.terminal import console
 
 
 def simulate_run(
@@ -29,7 +28,6 @@ def simulate_run(
     setting: Mapping[str, Any],
     staleness: Sequence[int] = (),
     seed: int = 0,
-    console: Console | None = None,
 ) -> None:
     """Print the prediction errors of a recorded run's steps, and durations and costs of other sizes of steps.
 
@@ -45,19 +43,18 @@ def simulate_run(
         ConfigError: the run records too little, or its engines are colocated and ``staleness`` is above 0.
         DamagedRun: a file of the run cannot be read.
     """
-    console = console or PlainConsole()
     # Resolved, so that the printed name is the directory's own even for ".".
     run = read_run(RunDirectory.open(directory.resolve()))
     changed = {name: value for name, value in setting.items() if value is not None}
     speeds = fit(run.steps, run)
-    _print_speeds(console, run, speeds)
-    _print_predictions(console, predict(run, seed), "each predicted from the speeds of the others")
+    _print_speeds(run, speeds)
+    _print_predictions(predict(run, seed), "each predicted from the speeds of the others")
     if other is not None:
         compared = read_run(RunDirectory.open(other.resolve()))
         by = f"{compared.name}, predicted from the speeds of {run.name}"
-        _print_predictions(console, predict(run, seed, compared), by)
+        _print_predictions(predict(run, seed, compared), by)
     if staleness:
-        _print_throughput(console, run, speeds, changed, sorted(set(staleness)), min(rollouts or SIZES[1:2]), seed)
+        _print_throughput(run, speeds, changed, sorted(set(staleness)), min(rollouts or SIZES[1:2]), seed)
         return
     sizes = []
     for size in sorted(rollouts or SIZES):
@@ -78,13 +75,7 @@ def simulate_run(
 
 
 def _print_throughput(
-    console: Console,
-    run: RecordedRun,
-    speeds: Speeds,
-    changed: Mapping[str, Any],
-    staleness: Sequence[int],
-    rollouts: int,
-    seed: int,
+    run: RecordedRun, speeds: Speeds, changed: Mapping[str, Any], staleness: Sequence[int], rollouts: int, seed: int
 ) -> None:
     if run.setting.colocate and max(staleness):
         raise ConfigError(
@@ -123,7 +114,7 @@ def _column(size: Size) -> dict[str, str]:
     }
 
 
-def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
+def _print_speeds(run: RecordedRun, speeds: Speeds) -> None:
     rollouts = [rollout for step in run.steps for rollout in step.rollouts]
     console.print(
         f"{run.name}: {len(run.steps)} steps (without the first, which includes the warm-up), "
@@ -145,7 +136,7 @@ def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
     )
 
 
-def _print_predictions(console: Console, predictions: Sequence[tuple[Step, SimulatedStep]], how: str) -> None:
+def _print_predictions(predictions: Sequence[tuple[Step, SimulatedStep]], how: str) -> None:
     console.print(f"\nrecorded steps, {how}")
     for step, simulated in predictions:
         console.print(

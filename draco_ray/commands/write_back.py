@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from rich.console import Console
 
 from draco_ray.commands.grade import Line, read_lines
 from draco_ray.errors import ConfigError
-from draco_ray.terminal import counted
+from draco_ray.terminal import console, counted
 
 SHARE = "pass share"
 VALUES = {"PASS": 1.0, "FAIL": 0.0}
@@ -101,14 +100,13 @@ TARGETS = {
 }
 
 
-def write_back(judged: Path, target: str, url: str, console: Console) -> None:
+def write_back(judged: Path, target: str, url: str) -> None:
     """Send the verdicts of a judgement.
 
     Args:
         judged: directory of `draco judge`, or its judged.jsonl.
         target: one of `TARGETS`.
         url: address of the service, without the API's path.
-        console: prints how much was sent.
 
     Raises:
         ConfigError: an unknown target, no judgement, a missing key, or a service that refuses.

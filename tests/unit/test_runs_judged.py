@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.show import show
@@ -77,7 +76,7 @@ def test_tasks_of_a_scenario_are_drawn_together() -> None:
     assert widths[1] > 1.5 * widths[0]
 
 
-def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path) -> None:
+def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = small_run(tmp_path / "run")
     kept = RunStoreActor(run.path)
     rubric: Judged[Any] = Judged(value=(Criterion(title="Polite", description="-", evaluator_instruction="-"),))
@@ -92,9 +91,8 @@ def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path) -> None:
     (before, after) = read_judged(RunDirectory.open(run.path)).items()
     assert (before[0], [each.verdicts for each in before[1]]) == ((0, "dev"), [(PASS,), (FAIL,), ()])
     assert after[0] == (1, "dev")
-    console = Console(record=True, width=300, quiet=False, file=(tmp_path / "said").open("w"))
-    show(run.path, console)
-    said = console.export_text()
+    show(run.path)
+    said = capsys.readouterr().out
     assert "after step 0: on dev: judge's pass rate 50.0 % [" in said
     assert "a stand-in, because there is no evaluator" in said
     page = tmp_path / "page.html"

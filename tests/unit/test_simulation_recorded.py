@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pyarrow as pa
 import pytest
-from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
@@ -81,8 +81,8 @@ def test_another_size_is_predicted(run: RunDirectory) -> None:
 
 def said(directory: Path, **options: object) -> str:
     out = io.StringIO()
-    console = Console(file=out, width=200, soft_wrap=True)
-    simulate_run(directory, setting={}, console=console, **options)  # type: ignore[arg-type]
+    with contextlib.redirect_stdout(out):
+        simulate_run(directory, setting={}, **options)  # type: ignore[arg-type]
     return out.getvalue()
 
 

@@ -129,9 +129,9 @@ def verify_run(
         model: The base model (default: the path in the run's configuration).
     """
     from draco_ray.lab.verify import verify
-    from draco_ray.terminal import PlainConsole
+    from draco_ray.terminal import console
 
-    verify(run_folder(directory, checkpoints=True), model=model, trust=trust, console=PlainConsole(width=120))
+    verify(run_folder(directory, checkpoints=True), model=model, trust=trust, console=console)
 
 
 @app.command(
@@ -167,23 +167,17 @@ def replay(
     """
     from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.lab.analysis.judges import NamedJudge
-    from draco_ray.terminal import PlainConsole
 
-    console = PlainConsole(width=120)
     if judge is None:
-        check_no_effect(
-            context, "without --judge MODEL", "phase", "api_base", "api_key_env", "pairing", "static_rubric"
-        )
+        of_judge = ("phase", "api_base", "api_key_env", "pairing", "static_rubric")
+        check_no_effect(context, "without --judge MODEL", *of_judge)
+        written = replay_algorithm(run_folder(directory), rules=rule or None, steps=step, out=out)
     else:
         check_no_effect(context, "with --judge, which repeats judge calls", "rule")
-    folder = run_folder(directory, checkpoints=judge == "policy")
-    if judge is None:
-        written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
-    else:
         written = options_of(
             replay_judge,
             locals(),
-            directory=folder,
+            directory=run_folder(directory, checkpoints=judge == "policy"),
             judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
             pairing=None if pairing is None else NamedJudge(model=pairing),
             phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
@@ -206,9 +200,8 @@ def agreement(
         out: Folder for the tables (default: write none).
     """
     from draco_ray.commands.agreement import agreement as measure
-    from draco_ray.terminal import PlainConsole
 
-    for path in measure(labels, out=out, console=PlainConsole(width=120)):
+    for path in measure(labels, out=out):
         typer.echo(path)
 
 
@@ -250,17 +243,16 @@ def attribution_bench(
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.commands.attribution_bench import attribution_labels
     from draco_ray.lab.analysis.judges import NamedJudge, names_judge
-    from draco_ray.terminal import PlainConsole
 
     if labels is not None:
         check_no_effect(
             context, "with --labels FILE", *(name for name in context.params if name not in ("labels", "out"))
         )
-        for path in attribution_labels(labels, out=out, console=PlainConsole(width=140)):
+        for path in attribution_labels(labels, out=out):
             typer.echo(path)
         return
     if judge is None:
         judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
     named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
-    for path in options_of(run_bench, locals(), judge=named, console=PlainConsole(width=120)):
+    for path in options_of(run_bench, locals(), judge=named):
         typer.echo(path)

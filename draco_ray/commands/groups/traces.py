@@ -73,13 +73,12 @@ def judge(
     options = locals()
     from draco_ray.commands.judge import JudgeArguments, run
     from draco_ray.runs.remote.place import results_folder
-    from draco_ray.terminal import PlainConsole
+    from draco_ray.terminal import console
 
-    console = PlainConsole(width=120)
     with results_folder(None if dry_run else out, console.print) as folder:
         settled = {"config": load_config(config, override or []), "typed": override or [], "out": folder}
         wanted = options_of(JudgeArguments, options, paths=[run_folder(path) for path in paths], **settled)
-        code = run(wanted, console)
+        code = run(wanted)
     if code:
         raise typer.Exit(code)
 
@@ -94,9 +93,8 @@ def write_back(judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: st
         url: Address of the service, without the API's path.
     """
     from draco_ray.commands.write_back import write_back as send
-    from draco_ray.terminal import PlainConsole
 
-    send(judged, to, url, PlainConsole(width=120))
+    send(judged, to, url)
 
 
 def _recorded(paths: list[str], judge: str | None) -> str:

@@ -77,7 +77,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         DamagedRun: the policy's adapter is damaged.
     """
 
-    def single(label: str, checkpoint: str = "base", **fields: str | None) -> EvaluatedPolicy:
+    def single(label: str, checkpoint: str = "base", **fields: Any) -> EvaluatedPolicy:
         return EvaluatedPolicy(label=label, name=name, checkpoints=(Checkpoint(name=checkpoint),), **fields)
 
     if name.startswith(API_PREFIX):

@@ -12,7 +12,7 @@ from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 from draco_ray.runs.schema import TABLES
-from draco_ray.terminal import PlainConsole
+from draco_ray.terminal import console
 
 LEAST_DOLLARS = 0.00005
 """Smallest amount to report: smaller ones would be printed as 0.0000."""
@@ -90,7 +90,6 @@ def show_cost(directory: Path) -> None:
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = PlainConsole()
     run = RunDirectory.open(directory)
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-from rich.console import Console
 from rich.table import Table
 
 from draco_ray.runs.directory import RunDirectory, damaged
@@ -18,7 +17,7 @@ from draco_ray.runs.evaluations import (
     scenario_goal_completion,
     task_goal_completion,
 )
-from draco_ray.terminal import PlainConsole
+from draco_ray.terminal import console
 
 COLUMNS = {
     "step": "{:d}",
@@ -36,18 +35,16 @@ COLUMNS = {
 """Metrics shown, by their names in metrics.jsonl."""
 
 
-def show(directory: Path, console: Console | None = None, *, checkpoints: Sequence[int] | None = None) -> None:
+def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
     """Print the setting, one line per step, success before and after training, and the tables' row counts.
 
     Args:
         directory: the run directory.
-        console: console to print to.
         checkpoints: steps with a checkpoint, if not all checkpoints are in ``directory``.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = console or PlainConsole(soft_wrap=False)
     run = RunDirectory.open(directory)
     setting, model, seed = (run.setting(key) for key in ("setting", "model.path", "seed"))
     console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
@@ -61,7 +58,7 @@ def show(directory: Path, console: Console | None = None, *, checkpoints: Sequen
             table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
         except (ValueError, TypeError) as error:
             raise damaged(run.metrics_file, f"step {line['step']}: {error}") from None
-    console.print(table if metrics else "no finished step")
+    console.print(table if metrics else "no finished step", soft_wrap=False)
     for (step, split), evaluations in read_evaluations(run).items():
         lost = sum(evaluation.lost for evaluation in evaluations)
         console.print(
