@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Unpack
@@ -41,23 +41,23 @@ class CreditJudge:
         self._judging = Judging(model, **options).by_papers_rule()
         self.store = store if isinstance(store, VerdictStore) else VerdictStore(store, missing=missing)
 
-    async def verdicts(
-        self, records: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int] | None] | None = None
+    async def judge(
+        self,
+        keys: Sequence[TrajectoryKey],
+        records: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int] | None] | None = None,
     ) -> list[StepVerdict]:
-        """Judge trajectories without storing the verdicts.
+        """Judge trajectories and store the verdicts.
 
         Args:
+            keys: one for each record.
             records: see `judge_conversations`; records with equal ``task_id`` are a group.
             tokens: number of sampled tokens of each turn of each record, if known.
 
         Returns: one verdict per record. Raises: as `draco_ray.judge`.
         """
         counts = [None] * len(records) if tokens is None else tokens
-        return [StepVerdict.of(*each) for each in zip(await self._judging(records), counts, strict=True)]
-
-    async def judge(self, keys: Sequence[TrajectoryKey], *arguments: Any) -> list[StepVerdict]:
-        """Like `verdicts`, but also store the verdicts under the keys."""
-        found = await self.verdicts(*arguments)
+        found = [StepVerdict.of(*each) for each in zip(await self._judging(records), counts, strict=True)]
         self.store.put(dict(zip(keys, found, strict=True)))
         return found
 
@@ -66,6 +66,38 @@ class CreditJudge:
         with ThreadPoolExecutor(max_workers=1) as thread:
             judging = thread.submit(asyncio.run, self.judge(*arguments))
             return judging.result()
+
+
+class ArrivingGroup:
+    """A group whose trajectories arrive one by one; the last to arrive, or to be lost, has all of them judged."""
+
+    def __init__(self, size: int, judge: Callable[[dict[int, Any]], Awaitable[Sequence[StepVerdict]]]) -> None:
+        """
+        Args:
+            size: number of trajectories, numbered from 0.
+            judge: number -> record of the trajectories that arrived, in order; returns their verdicts in this order.
+        """
+        self._judge, self._judging = judge, asyncio.Lock()
+        self._missing, self._settled = set(range(size)), asyncio.Event()
+        self._records: dict[int, Any] = {}
+        self._verdicts: dict[int, StepVerdict] = {}
+
+    async def verdict(self, number: int, record: Any) -> StepVerdict:
+        """The verdict on a trajectory, once its group is judged. Raises: as ``judge``."""
+        self._records[number] = record
+        self.settle(number)
+        await self._settled.wait()
+        async with self._judging:
+            if not self._verdicts:
+                records = dict(sorted(self._records.items()))
+                self._verdicts = dict(zip(records, await self._judge(records), strict=True))
+        return self._verdicts[number]
+
+    def settle(self, number: int) -> None:
+        """Note that the group need not wait for a trajectory, because it has arrived or is lost."""
+        self._missing.discard(number)
+        if not self._missing:
+            self._settled.set()
 
 
 def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:

@@ -13,15 +13,13 @@ is kept when they end, so a restarted trainer finds the earlier verdicts.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
 import sqlite3
-import time
 import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,16 +38,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 Missing = Literal["error", "uniform"]
-LEASE_SECONDS = 1800.0
-"""After this time another worker may judge a group whose judging worker died."""
-POLL_SECONDS = 0.5
-ALIVE_SECONDS = 30.0
-"""A worker that has not polled for this long counts as dead, and its trajectory no longer waits."""
-TABLES = """
-CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, record, verdict, PRIMARY KEY (uid, grp, sample));
-CREATE TABLE IF NOT EXISTS waiting (uid, grp, sample, record, seen, PRIMARY KEY (uid, grp, sample));
-CREATE TABLE IF NOT EXISTS judging (uid, grp, until, PRIMARY KEY (uid, grp));
-"""
+TABLE = "CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, verdict, PRIMARY KEY (uid, grp, sample))"
 
 
 class MissingVerdict(DracoError):
@@ -131,7 +120,7 @@ class VerdictStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
                 connection.execute("PRAGMA journal_mode=WAL")
-                connection.executescript(TABLES)
+                connection.execute(TABLE)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"verdict store {self.path}: {error}; expected a writable file") from error
 
@@ -149,14 +138,18 @@ class VerdictStore:
 
     def put(self, verdicts: Mapping[TrajectoryKey, StepVerdict]) -> None:
         """Store verdicts; an existing key gets the new verdict."""
-        rows = [(*key, "", json.dumps(asdict(verdict))) for key, verdict in verdicts.items()]
+        rows = [(*key, json.dumps(asdict(verdict))) for key, verdict in verdicts.items()]
+        # Columns are named because files of earlier versions have one more.
+        command = "INSERT OR REPLACE INTO verdicts (uid, grp, sample, verdict) VALUES (?, ?, ?, ?)"
         with self._open() as connection:
-            connection.executemany("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?)", rows)
+            connection.executemany(command, rows)
 
     def get(self, keys: Sequence[TrajectoryKey]) -> list[StepVerdict | None]:
         """Verdicts in the order of the keys; None where there is none."""
+        query = "SELECT verdict FROM verdicts WHERE uid = ? AND grp = ? AND sample = ?"
         with self._open() as connection:
-            return [_verdict(connection, key) for key in keys]
+            rows = [connection.execute(query, key).fetchone() for key in keys]
+        return [None if row is None else VERDICT.validate_json(row[0]) for row in rows]
 
     def spread(self, keys: Sequence[TrajectoryKey], advantages: ArrayLike, mask: ArrayLike) -> FloatArray:
         """Spread each trajectory's advantage over the tokens of its steps (Eq. `credit`).
@@ -217,91 +210,3 @@ class VerdictStore:
             begin = sum(turns[: verdict.first])
             uniform_T[mask_T] = values[begin : begin + mask_T.sum()]
         return uniform_T
-
-    async def judge_in_group(
-        self,
-        key: TrajectoryKey,
-        record: Mapping[str, Any],
-        size: Callable[[], int],
-        judge: Callable[[list[dict[str, Any]]], Awaitable[list[StepVerdict]]],
-        *,
-        timeout: float = 3600.0,
-    ) -> StepVerdict:
-        """Wait until the trajectory's group, which may be spread over workers, is complete and judged.
-
-        The worker that first sees the complete group judges it; the others wait for its verdicts. A trajectory that was
-        judged before, with the same record, gets its verdict at once.
-
-        Args:
-            key: this trajectory's key; no other group may have its uid and group.
-            record: input of ``judge`` for this trajectory, as JSON.
-            size: number of trajectories in the group; asked again while waiting, because one may be lost.
-            judge: returns one verdict for each record of a group, in order.
-            timeout: seconds until the group must be complete and judged.
-
-        Raises: MissingVerdict: the group was not complete, or not judged, in time.
-        """
-        text, deadline, announced = json.dumps(record), time.monotonic() + timeout, -ALIVE_SECONDS
-        while time.monotonic() < deadline:
-            with self._open() as connection:
-                if time.monotonic() - announced > ALIVE_SECONDS / 3:
-                    row = (*key, text, time.time())
-                    connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?, ?)", row)
-                    connection.commit()
-                    announced = time.monotonic()
-                verdict, rows = _verdict(connection, key, text), _waiting(connection, key)
-            if verdict is not None:
-                return verdict
-            if len(rows) >= size() and (rows := self._claim(key, text, size())):
-                await self._judge_group(key, rows, judge)
-            else:
-                await asyncio.sleep(POLL_SECONDS)
-        raise MissingVerdict(
-            f"group {key.uid}: {len(rows)} of {size()} trajectories arrived within {timeout:.0f} s; the group is not "
-            "judged"
-        )
-
-    def _claim(self, key: TrajectoryKey, record: str, size: int) -> list[tuple[str, str]]:
-        """Samples and records of the group if this worker is the one to judge it; else an empty list."""
-        with self._open() as connection:
-            connection.execute("BEGIN IMMEDIATE")
-            rows, now = _waiting(connection, key), time.time()
-            if len(rows) < size or _verdict(connection, key, record) is not None:
-                return []
-            connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ? AND until < ?", (*key[:2], now))
-            row = (*key[:2], now + LEASE_SECONDS)
-            claimed = connection.execute("INSERT OR IGNORE INTO judging VALUES (?, ?, ?)", row).rowcount == 1
-        return rows if claimed else []
-
-    async def _judge_group(self, key: TrajectoryKey, rows: list[tuple[str, str]], judge: Any) -> None:
-        try:
-            verdicts = await judge([json.loads(record) for _, record in rows])
-            with self._open() as connection:
-                connection.executemany(
-                    "INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?)",
-                    [
-                        (*key[:2], sample, record, json.dumps(asdict(verdict)))
-                        for (sample, record), verdict in zip(rows, verdicts, strict=True)
-                    ],
-                )
-                connection.execute("DELETE FROM waiting WHERE uid = ? AND grp = ?", key[:2])
-        finally:
-            with self._open() as connection:
-                connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ?", key[:2])
-
-
-def _verdict(connection: sqlite3.Connection, key: TrajectoryKey, record: str | None = None) -> StepVerdict | None:
-    row = connection.execute(
-        "SELECT record, verdict FROM verdicts WHERE uid = ? AND grp = ? AND sample = ?", key
-    ).fetchone()
-    if row is None or record not in (None, row[0]):
-        return None
-    return VERDICT.validate_json(row[1])
-
-
-def _waiting(connection: sqlite3.Connection, key: TrajectoryKey) -> list[tuple[str, str]]:
-    """Samples and records of the group whose workers are alive."""
-    return connection.execute(
-        "SELECT sample, record FROM waiting WHERE uid = ? AND grp = ? AND seen > ? ORDER BY sample",
-        (*key[:2], time.time() - ALIVE_SECONDS),
-    ).fetchall()

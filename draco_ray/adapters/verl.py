@@ -6,7 +6,7 @@ Two entries of verl's configuration, and the judge's:
     algorithm.adv_estimator=draco
     +draco.model=openai/gpt-5.4 +draco.store=/data/run/verdicts.sqlite +draco.missing=error
 
-Each agent loop worker stores its trajectories; when a prompt's group is complete, one worker judges it, and every
+An agent loop worker generates all trajectories of a prompt; when they are complete, it judges them, and every
 trajectory gets its reward. In the trainer, verl computes its GRPO advantage A_i from those rewards, which is then
 spread over the tokens of each step. A trajectory that could not be judged is not trained on and counts in no baseline.
 Validation is not judged. All processes need access to the store, so they run on one machine; each agent loop worker may
@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
 
-from draco_ray.adapters.credit import CreditJudge, conversation_of_tokens
+from draco_ray.adapters.credit import ArrivingGroup, CreditJudge, conversation_of_tokens
 from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict, TrajectoryKey, VerdictStore
 from draco_ray.errors import ConfigError
 
@@ -34,7 +34,7 @@ ESTIMATOR = "draco"
 
 
 def settings(config: Any) -> dict[str, Any]:
-    """The section ``draco`` of verl's configuration: arguments of `CreditJudge`, and ``timeout`` in seconds."""
+    """The section ``draco`` of verl's configuration: arguments of `CreditJudge`."""
     found = OmegaConf.to_container(OmegaConf.create(config.get("draco") or {}), resolve=True)
     assert isinstance(found, dict)
     if "store" not in found:
@@ -55,28 +55,26 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         judge = settings(config)
-        self._timeout = float(judge.pop("timeout", 3600.0))
         if judge.get("budget") is not None:
             judge["budget"] /= config.actor_rollout_ref.rollout.agent.num_workers
         self._credit = CreditJudge(**judge)
-        self._sizes: dict[str, int] = {}
-        self._judged: set[tuple[str, int]] = set()
+        self._groups: dict[str, ArrivingGroup] = {}
 
     async def _run_prompt(self, prompt: dict[str, Any], *arguments: Any, **options: Any) -> None:
         uid = prompt["uid"]
-        self._sizes[uid] = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        size = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        self._groups[uid] = ArrivingGroup(size, functools.partial(self._judge_group, uid))
         try:
             await super()._run_prompt(prompt, *arguments, **options)
         finally:
-            del self._sizes[uid]
-            self._judged = {each for each in self._judged if each[0] != uid}
+            del self._groups[uid]
 
     async def _run_agent_loop(self, *arguments: Any, uid: str, session_id: int, **options: Any) -> None:
         try:
             await super()._run_agent_loop(*arguments, uid=uid, session_id=session_id, **options)
         finally:
             # The group does not wait for a session that crashed or returned nothing.
-            self._sizes[uid] -= (uid, session_id) not in self._judged
+            self._groups[uid].settle(session_id)
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         outputs = output if isinstance(output, list) else [output]
@@ -90,32 +88,22 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
                 f"verl {version('verl')}: an agent loop that returns {len(outputs)} outputs for one trajectory gets "
                 "no step credit, because the turns in each output are unknown; expected one output"
             )
-        uid = str(kwargs["uid"])
-        messages, counts = conversation_of_tokens(
+        conversation = conversation_of_tokens(
             list(kwargs["raw_prompt"]),
             outputs[0].response_ids,
             outputs[0].response_mask,
             functools.partial(self.tokenizer.decode, skip_special_tokens=True),
             outputs[0].prompt_ids,
         )
-        record = {"messages": messages, "tokens": counts}
-        self._judged.add((uid, kwargs["session_id"]))
-        key = TrajectoryKey(uid, "", str(kwargs["session_id"]))
-        verdict = await self._credit.store.judge_in_group(
-            key,
-            record,
-            lambda: self._sizes[uid],
-            functools.partial(self._judge_group, uid),
-            timeout=self._timeout,
-        )
+        verdict = await self._groups[kwargs["uid"]].verdict(kwargs["session_id"], conversation)
         # verl needs a number here; the estimator leaves out trajectories without a reward.
         outputs[0].reward_score = 0.0 if verdict.reward is None else verdict.reward
         outputs[0].extra_fields["reward_extra_info"] = {"draco_failed": float(verdict.reward is None)}
 
-    async def _judge_group(self, uid: str, records: list[dict[str, Any]]) -> list[StepVerdict]:
-        return await self._credit.verdicts(
-            [{"task_id": uid, "messages": each["messages"]} for each in records], [each["tokens"] for each in records]
-        )
+    async def _judge_group(self, uid: str, conversations: dict[int, Any]) -> list[StepVerdict]:
+        keys = [TrajectoryKey(str(uid), "", str(session)) for session in conversations]
+        records = [{"task_id": str(uid), "messages": messages} for messages, _ in conversations.values()]
+        return await self._credit.judge(keys, records, [counts for _, counts in conversations.values()])
 
 
 class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draco_ray.adapters import verdicts
+from draco_ray.adapters.credit import ArrivingGroup
 from draco_ray.adapters.tokens import token_advantages
 from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict, TrajectoryKey, VerdictStore, digest
 from draco_ray.errors import ConfigError
@@ -107,95 +108,57 @@ def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
 
 
 class Judge:
-    """Answers a group at once, and remembers what it was asked."""
+    """Answers a group at once, after the first ``failures`` calls, and remembers what it was asked."""
 
-    def __init__(self) -> None:
-        self.asked: list[list[dict[str, Any]]] = []
+    def __init__(self, failures: int = 0) -> None:
+        self.asked: list[dict[int, Any]] = []
+        self.failures = failures
 
-    async def __call__(self, records: list[dict[str, Any]]) -> list[StepVerdict]:
+    async def __call__(self, records: dict[int, Any]) -> list[StepVerdict]:
         self.asked.append(records)
-        await asyncio.sleep(0.05)
-        return [GOOD if each["good"] else BAD for each in records]
+        await asyncio.sleep(0.01)
+        if len(self.asked) <= self.failures:
+            raise RuntimeError("no connection")
+        return [GOOD if each == "good" else BAD for each in records.values()]
 
 
-async def test_a_group_that_is_split_over_workers_is_judged_once_and_whole(tmp_path: Path) -> None:
+async def test_a_group_is_judged_once_and_whole_when_its_last_trajectory_arrives() -> None:
     judge = Judge()
-    stores = [VerdictStore(tmp_path / "v") for _ in range(2)]
-    found = await asyncio.gather(
-        *(stores[n % 2].judge_in_group(key(str(n)), {"good": n < 2}, lambda: 4, judge, timeout=20.0) for n in range(4))
-    )
-    assert found == [GOOD, GOOD, BAD, BAD]
-    assert judge.asked == [[{"good": True}, {"good": True}, {"good": False}, {"good": False}]]
-    # A restarted worker with the same trajectory asks for nothing.
-    assert await stores[0].judge_in_group(key("1"), {"good": True}, lambda: 4, judge) == GOOD
-    assert len(judge.asked) == 1
-    # The same names with other trajectories: a new group.
-    again = [
-        stores[0].judge_in_group(key(str(n)), {"good": n == 3, "new": 1}, lambda: 4, judge, timeout=20.0)
-        for n in range(4)
-    ]
-    assert await asyncio.gather(*again) == [BAD, BAD, BAD, GOOD]
-
-
-WORKER = """
-import asyncio, sys
-from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, VerdictStore
-
-async def judge(records):
-    print("judged", *(each["n"] for each in records))
-    return [StepVerdict(reward=float(each["n"])) for each in records]
-
-async def main(path, *samples):
-    store = VerdictStore(path)
-    keys = [TrajectoryKey("task", "", each) for each in samples]
-    waiting = [store.judge_in_group(key, {"n": int(key.sample)}, lambda: 4, judge, timeout=120.0) for key in keys]
-    print(*(int(verdict.reward) for verdict in await asyncio.gather(*waiting)))
-
-asyncio.run(main(*sys.argv[1:]))
-"""
-
-
-def test_two_processes_judge_their_common_group_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WORKER, str(tmp_path / "v.sqlite")]
-    workers = [
-        subprocess.Popen([*command, *samples], stdout=subprocess.PIPE, text=True)
-        for samples in (("0", "3"), ("1", "2"))
-    ]
-    printed = [worker.communicate()[0].splitlines() for worker in workers]
-    assert [lines[-1] for lines in printed] == ["0 3", "1 2"]
-    assert [line for lines in printed for line in lines[:-1]] == ["judged 0 1 2 3"]
-
-
-async def test_a_group_that_stays_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, judge = VerdictStore(tmp_path / "v"), Judge()
-    with pytest.raises(MissingVerdict, match="group task: 1 of 2 trajectories"):
-        await store.judge_in_group(key("0"), {"good": True}, lambda: 2, judge, timeout=0.3)
-    # Its worker has gone: another trajectory does not make the group whole.
-    monkeypatch.setattr(verdicts, "ALIVE_SECONDS", 0.0)
-    with pytest.raises(MissingVerdict):
-        await store.judge_in_group(key("1"), {"good": True}, lambda: 2, judge, timeout=0.3)
+    group = ArrivingGroup(3, judge)
+    early = [asyncio.ensure_future(group.verdict(n, record)) for n, record in ((2, "good"), (0, "bad"))]
+    await asyncio.sleep(0.05)
     assert not judge.asked
+    assert await group.verdict(1, "good") == GOOD
+    assert await asyncio.gather(*early) == [GOOD, BAD]
+    assert judge.asked == [{0: "bad", 1: "good", 2: "good"}]
 
 
-async def test_a_group_does_not_wait_for_a_trajectory_that_is_lost(tmp_path: Path) -> None:
-    store, judge, sizes = VerdictStore(tmp_path / "v"), Judge(), [3]
-    waiting = [
-        asyncio.ensure_future(store.judge_in_group(key(str(n)), {"good": n < 1}, lambda: sizes[0], judge))
-        for n in range(2)
-    ]
-    await asyncio.sleep(0.1)
+async def test_a_group_does_not_wait_for_a_trajectory_that_is_lost() -> None:
+    judge = Judge()
+    group = ArrivingGroup(3, judge)
+    waiting = [asyncio.ensure_future(group.verdict(n, "good" if n else "bad")) for n in range(2)]
+    await asyncio.sleep(0.05)
     assert not judge.asked
-    sizes[0] = 2
-    assert await asyncio.gather(*waiting) == [GOOD, BAD]
-    assert len(judge.asked) == 1
+    # A trajectory that has arrived is not lost.
+    group.settle(0)
+    group.settle(2)
+    assert await asyncio.gather(*waiting) == [BAD, GOOD]
+    assert judge.asked == [{0: "bad", 1: "good"}]
 
 
-async def test_a_judge_that_fails_leaves_the_group_to_the_next_worker(tmp_path: Path) -> None:
-    store, judge = VerdictStore(tmp_path / "v"), Judge()
+async def test_a_judge_that_fails_is_asked_again_for_the_next_trajectory() -> None:
+    judge = Judge(failures=1)
+    group = ArrivingGroup(2, judge)
+    found = await asyncio.gather(group.verdict(0, "bad"), group.verdict(1, "bad"), return_exceptions=True)
+    assert found.count(BAD) == 1
+    assert {type(each) for each in found} == {RuntimeError, StepVerdict}
+    assert len(judge.asked) == 2
 
-    async def broken(records: list[dict[str, Any]]) -> list[StepVerdict]:
-        raise RuntimeError("no connection")
 
-    with pytest.raises(RuntimeError, match="no connection"):
-        await store.judge_in_group(key("0"), {"good": True}, lambda: 1, broken)
-    assert await store.judge_in_group(key("0"), {"good": True}, lambda: 1, judge) == GOOD
+def test_a_store_of_an_earlier_version_is_read_and_written(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "v") as connection:
+        connection.execute("CREATE TABLE verdicts (uid, grp, sample, record, verdict, PRIMARY KEY (uid, grp, sample))")
+        connection.execute("INSERT INTO verdicts VALUES ('task', '7', '0', '', '{\"reward\": 0.5}')")
+    store = VerdictStore(tmp_path / "v")
+    store.put({key("1"): GOOD})
+    assert store.get([key("0"), key("1")]) == [StepVerdict(reward=0.5), GOOD]

@@ -1,7 +1,7 @@
 """verl's advantages and policy loss of a real DataProto batch; the actor's step, which needs a GPU, is not run.
 
-Two of verl's workers of agent loops judge two groups: one is split over both, the other goes through verl's handling of
-a prompt. They are made without Ray; a dictionary stands in for TransferQueue, and a script for the agent loop.
+Two of verl's workers of agent loops judge a group each. They are made without Ray; a dictionary stands in for
+TransferQueue, and a script for the agent loop.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def worker(config: Any) -> Any:
     from draco_ray.adapters import verl as adapter
 
     made = object.__new__(adapter.StepCreditWorker)
-    made.config, made.tokenizer, made._timeout = config, types.SimpleNamespace(decode=text_of), 60.0
+    made.config, made.tokenizer = config, types.SimpleNamespace(decode=text_of)
     made._credit = adapter.CreditJudge("canned", store=config.draco.store, complete=CannedOnce(unscored="booked XX0"))
-    made._sizes, made._judged = {"prompt_0": 4}, set()
+    made._groups = {}
     made.processor = made.reward_loop_worker_handles = None
     made.mm_processor_kwargs, made.distillation_enabled = {}, False
 
@@ -71,17 +71,13 @@ async def play(workers: list[Any]) -> dict[str, float]:
     from verl.trainer.ppo.v1 import agent_loop_tq
 
     agent_loop_tq.tq = queue = Queue()
-    outputs = [output_of(session) for session in range(len(FLIGHTS))]
-    split = [
-        workers[session % 2]._judge([output], {**prompt_of("prompt_0"), "session_id": session})
-        for session, output in enumerate(outputs)
-    ]
-    whole = [
-        workers[1]._run_prompt(prompt_of(uid), {}, {"validate": uid == "unseen"}) for uid in ("prompt_1", "unseen")
-    ]
-    await asyncio.gather(*split, *whole)
-    assert queue.status == {"train prompt_1": "finished", "val unseen": "finished"}, queue.status
-    return {**{f"train prompt_0_{n}_0": each.reward_score for n, each in enumerate(outputs)}, **queue.rewards}
+    numbered = (("prompt_0", 0), ("prompt_1", 1), ("unseen", 1))
+    await asyncio.gather(
+        *(workers[n]._run_prompt(prompt_of(uid), {}, {"validate": uid == "unseen"}) for uid, n in numbered)
+    )
+    expected = {"train prompt_0": "finished", "train prompt_1": "finished", "val unseen": "finished"}
+    assert queue.status == expected, queue.status
+    return queue.rewards
 
 
 def main() -> None:
