@@ -16,7 +16,7 @@ import json
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -33,6 +33,7 @@ from draco_ray.environments.program import unix_server
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, generate, responses
+from draco_ray.rollout.endpoint.asking import AskingEpisode
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.fields import clean, finite
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
@@ -85,6 +86,7 @@ MOST_BYTES = 16 << 20
 _REMEMBERED = 10_000
 """Number of ended episodes to remember, so that late requests to them are answered with 410."""
 AnswerT = TypeVar("AnswerT")
+EpisodeT = TypeVar("EpisodeT", bound=AskingEpisode)
 
 
 class _Dialect(Protocol):
@@ -127,18 +129,14 @@ class Endpoint:
     @asynccontextmanager
     async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
         """Serve an episode while the block runs. Yields: its base URL."""
-        await self._start()
         name = secrets.token_hex(8)
-        self._episodes[name] = episode
         if tools is not None:
             self._tools[name] = tools
         try:
-            yield f"{self._base}/{name}/v1"
+            async with self._registered(self._episodes, name, episode):
+                yield f"{self._base}/{name}/v1"
         finally:
-            episode.open = False
-            del self._episodes[name]
             self._tools.pop(name, None)
-            self._remember(name)
             if tools is not None:
                 await tools.close()
 
@@ -151,14 +149,21 @@ class Endpoint:
 
         Yields: the base URL, the same for all episodes.
         """
-        await self._start()
-        self._token_episodes[episode.key] = episode
-        try:
+        async with self._registered(self._token_episodes, episode.key, episode):
             yield f"{self._base}/v1"
+
+    @asynccontextmanager
+    async def _registered(self, episodes: dict[str, EpisodeT], name: str, episode: EpisodeT) -> AsyncIterator[None]:
+        await self._start()
+        episodes[name] = episode
+        try:
+            yield
         finally:
             episode.open = False
-            del self._token_episodes[episode.key]
-            self._remember(episode.key)
+            del episodes[name]
+            self._ended[name] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
 
     @property
     def socket_path(self) -> str:
@@ -174,11 +179,6 @@ class Endpoint:
             self._server = self._serving = None
         if self._folder is not None:
             self._folder.remove()
-
-    def _remember(self, name: str) -> None:
-        self._ended[name] = None
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
 
     async def _start(self) -> None:
         async with self._starting:
@@ -244,7 +244,8 @@ class Endpoint:
     async def _generate(self, request: Request) -> Response:
         async def reply() -> Response:
             body = await asyncio.to_thread(_parsed, await _content(request))
-            episode = self._token_episode(body.get("model") if isinstance(body, dict) else None)
+            key = str(body.get("model") if isinstance(body, dict) else None)
+            episode = self._found(self._token_episodes, key, "model: names no episode")
             asked = generate.read(body)
             return JSONResponse(generate.reply(asked, await _sampled(request, episode.generate(asked))))
 
@@ -284,12 +285,8 @@ class Endpoint:
             episode.complaint = why
 
     def _episode(self, request: Request) -> Episode:
-        name = request.path_params["episode"]
-        episode = self._episodes.get(name)
-        if episode is None and name in self._ended:
-            raise Refused("this episode has ended", 410, "episode_over")
-        if episode is None:
-            raise Refused("no such episode; expected the base URL as OPENAI_BASE_URL has it", 404, "not_found")
+        missing = "no such episode; expected the base URL as OPENAI_BASE_URL has it"
+        episode = self._found(self._episodes, request.path_params["episode"], missing)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
@@ -297,13 +294,12 @@ class Endpoint:
             raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
         return episode
 
-    def _token_episode(self, key: Any) -> TokenEpisode:
-        episode = self._token_episodes.get(key) if isinstance(key, str) else None
-        if episode is None and isinstance(key, str) and key in self._ended:
+    def _found(self, episodes: Mapping[str, EpisodeT], name: str, missing: str) -> EpisodeT:
+        if name in self._ended:
             raise Refused("this episode has ended", 410, "episode_over")
-        if episode is None:
-            raise Refused("model: names no episode", 404, "not_found")
-        return episode
+        if name not in episodes:
+            raise Refused(missing, 404, "not_found")
+        return episodes[name]
 
 
 @functools.cache
