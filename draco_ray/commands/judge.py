@@ -137,7 +137,7 @@ def run(wanted: JudgeArguments) -> int:
     below = _below(lines, baseline, wanted)
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
-    return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
+    return BELOW if below else PARTIAL if groups.problems or totals.errors else 0
 
 
 def _configured(config: DracoConfig) -> str | None:
@@ -383,7 +383,7 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = f"mean reward {math.fsum(totals.rewards) / len(totals.rewards):+.3f}" if totals.rewards else "no rewards"
-    failed = f", {totals.failed} without a reward" if totals.failed and totals.rewards else ""
+    failed = f", {len(totals.errors)} without a reward" if totals.errors and totals.rewards else ""
     console.print(
         f"{counted(totals.traces, 'trace')} in {counted(totals.judged, 'group')} judged, {mean}{failed}: "
         f"{kept.path / LINES}, {page}",

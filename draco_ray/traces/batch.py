@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -132,7 +132,7 @@ class BatchEndpoint(Endpoint):
         number = hashlib.sha256(json.dumps([body, request.vote], sort_keys=True, default=str).encode()).hexdigest()[:48]
         for batch, members in self._batches.items():
             if number in members and number not in self._replies:
-                self._watch(batch, members)
+                self._start(members, batch)
         if number not in self._replies:
             self._replies[number] = asyncio.get_running_loop().create_future()
             self._asked[number] = body
@@ -159,19 +159,17 @@ class BatchEndpoint(Endpoint):
                 bodies = dict(list(self._asked.items())[:MOST_REQUESTS])
                 for number in bodies:
                     del self._asked[number]
-                await self._submit(bodies)
+                try:
+                    batch = await self._api.submit(bodies)
+                except Exception as error:  # Of the provider or the network: every request of the batch has failed.
+                    self._settle(bodies, error)
+                    continue
+                self._batches[batch] = list(bodies)
+                self._write()
+                self._start(self._batches[batch], batch)
 
-    async def _submit(self, bodies: dict[str, dict[str, Any]]) -> None:
-        try:
-            batch = await self._api.submit(bodies)
-        except Exception as error:  # An error of the provider or the network: every request of the batch has failed.
-            self._fail(bodies, error)
-            return
-        self._batches[batch] = list(bodies)
-        self._write()
-        self._watch(batch, list(bodies))
-
-    def _watch(self, batch: str, members: list[str]) -> None:
+    def _start(self, members: list[str], batch: str) -> None:
+        """Begin to wait for a batch."""
         for number in members:
             self._replies.setdefault(number, asyncio.get_running_loop().create_future())
         task = asyncio.create_task(self._wait_for(batch, members))
@@ -179,32 +177,32 @@ class BatchEndpoint(Endpoint):
         task.add_done_callback(self._tasks.discard)
 
     async def _wait_for(self, batch: str, members: list[str]) -> None:
-        failures = 0
-        while True:
+        failures, results = 0, None
+        while results is None:
             try:
                 results = await self._api.results(batch)
                 failures = 0
             except Exception as error:  # A failed poll does not mean that the batch failed.
                 failures += 1
-                results = None
                 if failures >= self._config.max_attempts:
-                    self._fail(members, error)
+                    self._settle(members, error)
                     return
-            if results is not None:
-                break
-            await asyncio.sleep(self.poll_seconds)
-        for number in members:
-            future = self._replies.get(number)
-            if future is not None and not future.done():
-                future.set_result(results.get(number, ("error", "the batch ended without a reply to this request")))
+            if results is None:
+                await asyncio.sleep(self.poll_seconds)
+        self._settle(members, results)
         self._batches.pop(batch, None)
         self._write()
 
-    def _fail(self, members: Mapping[str, Any] | list[str], error: Exception) -> None:
+    def _settle(self, members: Iterable[str], results: dict[str, Result] | Exception) -> None:
+        """Answer the requests that still wait for a batch: with its results, or with the error that lost them."""
         for number in members:
             future = self._replies.get(number)
-            if future is not None and not future.done():
-                future.set_exception(error)
+            if future is None or future.done():
+                continue
+            if isinstance(results, Exception):
+                future.set_exception(results)
+            else:
+                future.set_result(results.get(number, ("error", "the batch ended without a reply to this request")))
 
     def _read(self) -> dict[str, list[str]]:
         if self._file is None or not self._file.is_file():

@@ -56,8 +56,6 @@ class Totals:
     traces: int
     judged: int
     rewards: tuple[float, ...]
-    failed: int
-    """Number of traces without a reward."""
     errors: tuple[str, ...]
     """One line per trace without a reward, with the reason."""
 
@@ -135,7 +133,7 @@ class JudgingRun:
 
     def finish(self, seconds: float) -> Totals:
         """Write the results of all finished groups: tables by step, metrics, ``judged.jsonl``."""
-        traces = judged = failed = 0
+        traces = judged = 0
         rewards: list[float] = []
         errors: list[str] = []
         lines = self.path / f"{LINES}.tmp"
@@ -150,9 +148,9 @@ class JudgingRun:
                         file.write(json.dumps(line, ensure_ascii=False) + "\n")
                         traces += 1
                         if line["reward"] is None:
-                            failed += 1
                             errors.append(f"{line['trace_id']} ({line['source']}): {line['error']}")
-                        rewards += [] if line["reward"] is None else [line["reward"]]
+                        else:
+                            rewards.append(line["reward"])
                 whole = len(results) == len(members) and not any(
                     group.error or any(trace.error for trace in group.rollouts) for group in results
                 )
@@ -164,7 +162,7 @@ class JudgingRun:
                     else:
                         self._store.write_metrics(step, metrics)
         lines.replace(self.path / LINES)
-        return Totals(traces, judged, tuple(rewards), failed, tuple(errors))
+        return Totals(traces, judged, tuple(rewards), tuple(errors))
 
     def results(self) -> Iterator[JudgedGroup]:
         """Every finished group, in order."""

@@ -106,7 +106,9 @@ def plan(
         ConfigError: a budget without a known price, an unusable rubric or prompt set, or no model although the
             configured judge exists only during training.
     """
-    base = config if isinstance(config, DracoConfig) else load_config(_source(config))
+    base = (
+        config if isinstance(config, DracoConfig) else load_config(str(config) if isinstance(config, Path) else config)
+    )
     model = _configured_model(base.judge) if model is None else model
     told = {"model": model, "api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
     told = {name: value for name, value in told.items() if value is not None}
@@ -122,16 +124,14 @@ def plan(
     )
     judge = _served_here(judge, ray=ray)
     check_budget(judge, model)
-    of_run = base.model_copy(
+    of_run = base.updated(model={"path": "traces"}).model_copy(
         update={"judge": judge, "setting": SETTING, "run": RunConfig(root=base.run.root, trackers=())}
     )
-    of_run = of_run.model_copy(update={"model": base.model.model_copy(update={"path": "traces"})})
     static = None
     if rubric is not None or base.algorithm.rubric == "static":
         ships = base.algorithm.static_rubric or STATIC_RUBRIC
         static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
-        algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
-        of_run = of_run.model_copy(update={"algorithm": algorithm})
+        of_run = of_run.updated(algorithm={"rubric": "static", "static_rubric": static})
     known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
@@ -149,19 +149,12 @@ def plan(
     )
 
 
-def _source(config: Mapping[str, Any] | str | Path | None) -> str | Mapping[str, Any] | None:
-    return str(config) if isinstance(config, Path) else config
-
-
 def _configured_model(judge: JudgeConfig) -> str:
-    for switch, on in (
-        ("judge.self_judge.enabled", judge.self_judge.enabled),
-        ("judge.rule_judge.start", judge.rule_judge.start),
-    ):
-        if on:
-            raise ConfigError(
-                f"{switch}=true: this judge exists only in training runs; set a judge model to judge traces"
-            )
+    if judge.self_judge.enabled or judge.rule_judge.start:
+        switch = "self_judge.enabled" if judge.self_judge.enabled else "rule_judge.start"
+        raise ConfigError(
+            f"judge.{switch}=true: this judge exists only in training runs; set a judge model to judge traces"
+        )
     if "model" not in judge.model_fields_set:
         raise ConfigError("no judge given; expected a model, or judge.model in the configuration")
     return judge.model
