@@ -22,19 +22,6 @@ TASK_IDS = ("task_id", "example_id", "problem_id", "instance_id", "question_id",
 TRACE_IDS = ("trace_id", "id", "run_id", "custom_id", "session_id", "conversation_id", "uuid")
 
 
-class Gathered(list[Any]):
-    """The records of one session."""
-
-    wheres: Sequence[str] = ()
-    """Location of each record."""
-
-    def map(self, function: Callable[[Any], Any]) -> Gathered:
-        """The same session with ``function`` applied to each record."""
-        mapped = Gathered(map(function, self))
-        mapped.wheres = self.wheres
-        return mapped
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """Options for reading records that do not depend on the format."""
@@ -47,6 +34,8 @@ class Reading:
     """Name of the format of the records."""
     where: str = ""
     """Location of the record."""
+    wheres: Sequence[str] = ()
+    """Locations of the records of a session; empty for a record that is read by itself."""
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
     """(location, error): called for an unreadable record of a session; the other records are still read."""
 

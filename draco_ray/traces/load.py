@@ -12,7 +12,7 @@ import re
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from draco_ray.records import Message, Trajectory
 from draco_ray.traces.conversation import CODE
 from draco_ray.traces.entry import UNREADABLE, BadTrace, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
-from draco_ray.traces.formats import Format, Gathered, Reading
+from draco_ray.traces.formats import Format, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
 from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
 from draco_ray.traces.readers import FORMATS, recognised
@@ -113,11 +113,11 @@ class _Loader:
     lost: dict[str, Counter[str]] = field(default_factory=dict)
     """Format -> unread fields with evidence, and the number of records that have them."""
 
-    def file(self, path: Path, inside: str | None) -> None:
-        """Read everything in a file."""
+    def read(self, several: Iterable[Found]) -> None:
+        """Read the records of a file, or those in memory."""
         latest: Format | None = None
         refused = False
-        for found in records(path, inside):
+        for found in several:
             if found.problem is not None:
                 self.problem(found.where, found.problem)
                 continue
@@ -125,7 +125,7 @@ class _Loader:
             if latest is not None:
                 self._record(found, latest)
             elif not refused:
-                # Report this once per file.
+                # Report this once.
                 refused = True
                 self.problem(
                     found.where,
@@ -158,17 +158,16 @@ class _Loader:
         kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
         kept.places.append((self.spool.put(json.dumps(found.record).encode("ascii")), found.where))
 
-    def _read(self, format_: Format, found: Found) -> None:
-        """Add the traces of a record, or of a session's records, and note their unread fields."""
-        record = found.record
-        if format_.metered:
-            record = record.map(watched) if isinstance(record, Gathered) else watched(record)
+    def _read(self, format_: Format, found: Found, wheres: Sequence[str] = ()) -> None:
+        """Add the traces of a record, or of a session's records from ``wheres``, and note their unread fields."""
+        record = watched(found.record) if format_.metered else found.record
         traces = []
         # Add traces one by one, so that a bad trace does not lose earlier traces of the same document.
         reading = replace(
             self.reading,
             format=format_.name,
             where=found.where,
+            wheres=wheres,
             unreadable=lambda where, problem: self.unreadable(where, problem, format_),
         )
         for trace in format_.read(record, reading):
@@ -201,10 +200,9 @@ class _Loader:
         for sessions in together.values():
             format_, where = self.forced or sessions[0].format, sessions[0].where
             places = [place for session in sessions for place in session.places]
-            gathered = Gathered(json.loads(self.spool.get(place)) for place, _ in places)
-            gathered.wheres = [each for _, each in places]
+            gathered = [json.loads(self.spool.get(place)) for place, _ in places]
             try:
-                self._read(format_, Found(where, gathered))
+                self._read(format_, Found(where, gathered), [each for _, each in places])
             except UNREADABLE as problem:
                 self.unreadable(where, problem, format_)
         self.sessions = {}
@@ -354,13 +352,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
         TraceError: no record is a trace.
     """
     loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
-    for number, record in enumerate(records, 1):
-        where = f"{RECORD} {number}"
-        known = recognised(record)
-        if known is None:
-            loader.problem(where, f"unknown format, found {_described(record)}")
-        else:
-            loader._record(Found(where, record), known)
+    loader.read(Found(f"{RECORD} {number}", record) for number, record in enumerate(records, 1))
     loader.finish_sessions(one_file_a_call=False)
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
@@ -411,16 +403,13 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
         head = next(iter(records(file)), None)
         if head is not None and isinstance(head.record, dict) and "info" in head.record:
             if head.record.get("simulations"):
-                loader._record(head, FORMATS["tau2"])
+                loader.read([head])
             for each in sorted(path for path in simulations.glob("*.json") if not path.name.startswith(".")):
-                for found in records(each):
-                    if found.problem is not None:
-                        loader.problem(found.where, found.problem)
-                    else:
-                        record = {**head.record, "simulations": [found.record]}
-                        loader._record(Found(found.where, record), FORMATS["tau2"])
+                loader.read(
+                    replace(found, record={**head.record, "simulations": [found.record]}) for found in records(each)
+                )
             return
-    loader.file(file, inside)
+    loader.read(records(file, inside))
 
 
 def _single(found: Found) -> Iterator[Found]:

@@ -30,20 +30,13 @@ from draco_ray.traces.parts import HIDDEN, part, parts, plain, stored
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import tagged, templated
 
-AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot")
-RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response")
-LANGCHAIN = {
-    "human": "user",
-    "ai": AGENT,
-    "system": "system",
-    "tool": "tool",
-    "function": "tool",
-    "developer": "system",
-}
-"""LangChain's message types (also prefixes of its class names) -> role."""
+AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "gemini")
+RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response", "observation")
+LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
+"""LangChain's message types (also prefixes of its class names), which are roles."""
 USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
 """Names of the user's side in AutoGen's first versions, in which its role may be ``assistant``."""
-GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "system", "error": "system"}
+GEMINI_CLI = ("user", "gemini", "info", "warning", "error")
 """Types of the messages in sessions of Gemini CLI."""
 AUTOGEN = ("Message", "Event")
 """Suffixes of AutoGen's message types."""
@@ -139,16 +132,10 @@ def message_entries(value: object) -> list[Entry]:
     if "author" in message and not message.get("content"):
         # An event of Google's ADK without content.
         return []
-    if (said := text_of(message, "message_type")) and "role" not in message:
-        return [replace(each, item=True) for each in _letta(said.removesuffix("_message"), message)]
-    if (converted := _gemini_cli(message)) is not None:
-        message = converted
-    if (converted := _langchain(message)) is not None:
-        message = converted
-    elif is_autogen(message):
+    converted = _letta(message) or _gemini_cli(message) or _langchain(message) or _sharegpt(message)
+    if converted is None and is_autogen(message):
         return list(_autogen(message))
-    elif "from" in message and "value" in message:
-        return list(_sharegpt(str(message["from"]), message["value"]))
+    message = message if converted is None else converted
     role = message.get("role")
     if role is None and isinstance(message.get("parts"), list):
         # In Gemini's requests the user's role may be left out.
@@ -354,20 +341,18 @@ def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
     if short not in LANGCHAIN or "content" not in data:
         return None
     further = object_of(data, "additional_kwargs")
-    calls = data.get("tool_calls") or further.get("tool_calls") or ()
-    failed = {"error": True} if data.get("status") == "error" else {}
+    older = () if data.get("tool_calls") else ("reasoning_content", "function_call")
     # The id of the message is not the id of a call.
-    kept = {key: data[key] for key in ("content", "tool_call_id", "name", "reasoning_content") if key in data}
+    names = ("content", "tool_call_id", "name", "reasoning_content")
     return {
-        **{
-            key: further[key]
-            for key in ("reasoning_content", "function_call")
-            if key in further and not data.get("tool_calls")
-        },
-        **kept,
-        **failed,
-        "role": LANGCHAIN[short],
-        "tool_calls": [*calls, *(data.get("invalid_tool_calls") or ())],
+        **{key: further[key] for key in older if key in further},
+        **{key: data[key] for key in names if key in data},
+        "error": data.get("status") == "error",
+        "role": short,
+        "tool_calls": [
+            *(data.get("tool_calls") or further.get("tool_calls") or ()),
+            *(data.get("invalid_tool_calls") or ()),
+        ],
         "usage": data.get("usage_metadata"),
     }
 
@@ -420,30 +405,36 @@ def _gemini_cli(message: Mapping[str, Any]) -> dict[str, Any] | None:
     results = [result for each in called for result in each.get("result") or ()]
     said = message["content"] if isinstance(message["content"], list) else [message["content"]]
     content = [*thoughts, *filter(None, said), *({"functionCall": each} for each in called), *results]
-    return {"role": GEMINI_CLI[message["type"]], "content": content}
+    return {"role": message["type"] if message["type"] in ("user", "gemini") else "system", "content": content}
 
 
-def _letta(type_: str, message: Mapping[str, Any]) -> Iterator[Entry]:
-    """A message of Letta."""
-    failed = {"error": message.get("status") == "error"}
-    forms: dict[str, tuple[str, dict[str, Any]]] = {
-        "reasoning": (AGENT, {"reasoning": message.get("reasoning")}),
-        "tool_call": (AGENT, {"tool_calls": [message.get("tool_call")]}),
-        "approval_request": (AGENT, {"tool_calls": [message.get("tool_call")]}),
-        "tool_return": ("tool", {**message, **failed, "content": message.get("tool_return")}),
-    }
-    role, form = forms.get(type_, (_role(type_, {}), {"content": message.get("content")}))
-    yield from _message(role, form)
-
-
-def _sharegpt(who: str, value: object) -> Iterator[Entry]:
-    """A turn of a ShareGPT conversation."""
-    if who == "function_call":
-        called = json.loads(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
-        yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": called if isinstance(called, list) else [called]})))
+def _letta(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A message of Letta in OpenAI's form; None if it is not one. A turn has several."""
+    type_ = text_of(message, "message_type").removesuffix("_message")
+    if not type_ or "role" in message:
+        return None
+    form: dict[str, Any]
+    if type_ in ("tool_call", "approval_request"):
+        form = {"role": AGENT, "tool_calls": [message.get("tool_call")]}
+    elif type_ == "tool_return":
+        error = message.get("status") == "error"
+        form = {**message, "role": "tool", "content": message.get("tool_return"), "error": error}
+    elif type_ == "reasoning":
+        form = {"role": AGENT, "reasoning": message.get("reasoning")}
     else:
-        roles = {"gpt": AGENT, "chatgpt": AGENT, "observation": "tool", "tool_response": "tool"}
-        yield Entry(role=roles.get(who) or _role(who, {}), text=plain(value))
+        form = {"role": type_, "content": message.get("content")}
+    return {**form, "type": "message"}
+
+
+def _sharegpt(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A turn of a ShareGPT conversation in OpenAI's form; None if it is not one."""
+    if not {"from", "value"} <= message.keys():
+        return None
+    value = message["value"]
+    if message["from"] != "function_call":
+        return {"role": str(message["from"]), "content": value}
+    called = decoded(value.strip()) if isinstance(value, str) else value
+    return {"role": AGENT, "tool_calls": called if isinstance(called, list) else [called]}
 
 
 def _smolagents(text: str) -> Iterator[Call]:

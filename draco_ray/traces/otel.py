@@ -29,7 +29,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeGuard
+from typing import Any
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, first_of, kind, object_of
@@ -118,7 +118,7 @@ def spans(record: Any) -> list[Span]:
     return found
 
 
-def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
+def _below(node: object, name: str = "", depth: int = 0) -> Iterator[Any]:
     """The spans in an export at any depth; ``name`` is the field that contains the node."""
     holder = None if not isinstance(node, Mapping) or _is_span(node) else next((h for h in HOLDERS if h in node), None)
     if depth > MAX_DEPTH:
@@ -132,15 +132,12 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
             raise BadTrace(f'expected "{holder}" as a list, found {kind(value)}')
         for span in _below([] if value is None else value, holder, depth + 1):
             # Langfuse stores data of the trace beside its observations.
-            yield {**span, "trace": node.get("trace", node)} if _observed(span, holder) else span
+            observed = holder == "observations" and isinstance(span, dict)
+            yield {**span, "trace": node.get("trace", node)} if observed else span
     elif name in ("spans", "observations") or _is_span(node):
         yield node
     elif name not in OTLP or not isinstance(node, Mapping):
         raise BadTrace(f"expected spans, found {kind(node)}")
-
-
-def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
-    return holder == "observations" and isinstance(span, Mapping)
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -37,7 +37,19 @@ from draco_ray.traces.model import clean
 HIDDEN = "<think>[thinking that the provider does not show]</think>"
 MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
 """Types of parts and items without content."""
+CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "toolUse", "functionCall")
+RESULTS = (
+    *("tool_result", "tool_call_response", "tool-result", "tool-error", "tool_call_result", "toolResult"),
+    *("functionResponse", "function_response"),
+)
+"""Endings of the types of calls and of results."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
+TYPES = (
+    *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
+    *("reasoningContent", "reasoning_content", "cachePoint", "inlineData", "inline_data", "fileData", "file_data"),
+    *MEDIA,
+)
+"""Keys that are the type of a part without ``type``."""
 
 
 def parts(content: object) -> Iterator[Entry]:
@@ -62,84 +74,78 @@ def parts(content: object) -> Iterator[Entry]:
         raise BadTrace(f"expected its content as text or a list of parts, found {kind(content)}")
 
 
-def part(each: Mapping[str, Any]) -> Iterator[Entry]:
-    """The entries of one part: one, or two if the part holds a call and its result."""
+def part(each: Mapping[str, Any]) -> list[Entry]:
+    """The entries of one part: one, or two if the part holds a call and its result; none for a marker."""
+    found = _known(each)
+    if found is not None:
+        return found
+    return [Entry(role="", text=f"[{_typed(each)[0] or 'part'}: {shown(each)}]")]
+
+
+def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """A part's type, empty if it has none, and its fields. Bedrock and Gemini write ``{TYPE: FIELDS}``."""
     type_ = str(each.get("type") or each.get("block_type") or "")
     if type_ in ("toolRequest", "toolResponse"):
         # Goose wraps the call or its result in a serialized Rust ``Result``.
         held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
-        type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
         inner = held.get("value", held.get("error"))
-        each = {
-            "id": each.get("id"),
-            **(inner if isinstance(inner, Mapping) else {"content": inner}),
-            "status": held.get("status"),
-        }
-    if not type_:
-        yield from _typeless(each)
-    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
-        said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
+        given = inner if isinstance(inner, Mapping) else {"content": inner}
+        type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
+        each = {"id": each.get("id"), **given, "status": held.get("status")}
+    if type_:
+        return type_, each
+    if (key := next((name for name in TYPES if isinstance(each.get(name), Mapping)), None)) is not None:
+        return ("file" if key.startswith("inline") else key), each[key]
+    if isinstance(each.get("json"), Mapping | list):
+        return "json", each
+    if thought := text_of(each, "reasoningContent", "reasoning_content"):
+        return "thinking", {"text": thought}
+    return ("thinking" if each.get("thought") is True else "text") if isinstance(each.get("text"), str) else "", each
+
+
+def _known(each: Mapping[str, Any]) -> list[Entry] | None:
+    """The entries of a part; None if its kind is unknown."""
+    type_, fields = _typed(each)
+    if type_ in MARKERS or not each:
+        return []
+    if type_.endswith(CALLS):
+        return [Entry(role="", calls=(_call(fields, type_ if "type" in each or "block_type" in each else "tool"),))]
+    if type_.endswith(RESULTS):
+        return [_result(fields, type_)]
+    if type_ in ("executableCode", "executable_code"):
+        return [Entry(role="", calls=(Call(name="code", arguments={"code": fields.get("code", fields)}),))]
+    if type_ in ("codeExecutionResult", "code_execution_result"):
+        return [Entry(role="tool", text=plain(fields["output"]) if "output" in fields else compact(fields))]
+    if type_ == "tool-invocation" and isinstance(fields.get("toolInvocation"), Mapping):
+        return _call_and_result(fields["toolInvocation"], type_)
+    if "toolCallId" in fields and (type_.startswith("tool-") or type_ == "dynamic-tool"):
+        return _call_and_result(fields, type_)
+    if type_ == "tool" and isinstance(fields.get("state"), Mapping):
+        named = {"toolCallId": fields.get("callID"), "toolName": fields.get("tool")}
+        return _call_and_result({**fields["state"], **named}, type_)
+    text = _text(type_, fields)
+    return None if text is None else [Entry(role="", text=text)]
+
+
+def _text(type_: str, fields: Any) -> str | None:
+    """The text of a part that is no call or result; None if its kind is unknown."""
+    if type_ in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
+        said = first_of(fields, "text", "content", "refusal")
         said = said.get("value", said) if isinstance(said, Mapping) else said
-        yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))
-    elif type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
-        names = ("summary",) if each.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
-        said = plain(next((each[name] for name in names if each.get(name)), None))
-        yield Entry(role="", text=thinking(said) or HIDDEN)
-    elif type_ in ("redacted_thinking", "reasoning.encrypted"):
-        yield Entry(role="", text=HIDDEN)
-    elif type_ in MARKERS:
-        return
-    elif type_.endswith(("tool_use", "tool_call", "tool-call", "function_call")):
-        yield Entry(role="", calls=(_call(each, type_),))
-    elif type_.endswith(("tool_result", "tool_call_response", "tool-result", "tool-error")):
-        yield _result(each, type_)
-    elif type_ == "tool-invocation" and isinstance(each.get("toolInvocation"), Mapping):
-        yield from _call_and_result(each["toolInvocation"], type_)
-    elif "toolCallId" in each and (type_.startswith("tool-") or type_ == "dynamic-tool"):
-        yield from _call_and_result(each, type_)
-    elif type_ == "tool" and isinstance(each.get("state"), Mapping):
-        yield from _call_and_result(
-            {**each["state"], "toolCallId": each.get("callID"), "toolName": each.get("tool")}, type_
-        )
-    elif type_ == "search_result":
-        head = ", ".join(filter(None, [text_of(each, "title"), text_of(each, "source", "url")]))
-        yield Entry(role="", text=f"[search result: {head}]\n{plain(each.get('content'))}".rstrip())
-    elif (medium := _medium(type_, each)) is not None:
-        yield Entry(role="", text=medium)
-    else:
-        yield Entry(role="", text=f"[{type_}: {shown(each)}]")
-
-
-def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
-    """A part whose only key is its type, as in Bedrock and Gemini."""
-    call = first_of(each, "toolUse", "functionCall", "function_call", "tool_call")
-    result = first_of(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
-    code = first_of(each, "executableCode", "executable_code")
-    output = first_of(each, "codeExecutionResult", "code_execution_result")
-    thought = first_of(each, "reasoningContent", "reasoning_content")
-    if each.keys() <= {"cachePoint"}:
-        return
-    if isinstance(call, Mapping):
-        yield Entry(role="", calls=(_call(call, "tool"),))
-    elif isinstance(result, Mapping):
-        yield _result(result, "tool")
-    elif isinstance(code, Mapping):
-        yield Entry(role="", calls=(Call(name="code", arguments={"code": code.get("code", code)}),))
-    elif isinstance(output, Mapping):
-        yield Entry(role="tool", text=plain(output.get("output", output)))
-    elif thought is not None:
-        inner = thought.get("reasoningText", thought) if isinstance(thought, Mapping) else thought
-        yield Entry(role="", text=thinking(inner if isinstance(inner, str) else text_of(inner, "text")) or HIDDEN)
-    elif isinstance(each.get("text"), str):
-        yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else plain(each["text"]))
-    elif isinstance(each.get("json"), Mapping | list):
-        yield Entry(role="", text=compact(each["json"]))
-    elif (medium := first_of(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
-        yield Entry(role="", text=_medium("file", medium if isinstance(medium, Mapping) else {}) or "[file]")
-    elif (name := next((name for name in MEDIA if isinstance(each.get(name), Mapping)), None)) is not None:
-        yield Entry(role="", text=_medium(name, each[name]) or f"[{name}]")
-    else:
-        yield Entry(role="", text=f"[part: {shown(each)}]")
+        return ("[refusal] " if type_ == "refusal" else "") + plain(said)
+    if type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
+        names = ("summary",) if fields.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
+        return thinking(plain(next((fields[name] for name in names if fields.get(name)), None))) or HIDDEN
+    if type_ in ("redacted_thinking", "reasoning.encrypted"):
+        return HIDDEN
+    if type_ in ("reasoningContent", "reasoning_content"):
+        return thinking(text_of(object_of(fields, "reasoningText") or fields, "text")) or HIDDEN
+    if type_ == "search_result":
+        head = ", ".join(filter(None, [text_of(fields, "title"), text_of(fields, "source", "url")]))
+        return f"[search result: {head}]\n{plain(fields.get('content'))}".rstrip()
+    if type_ == "json" and "json" in fields:
+        return compact(fields["json"])
+    return _medium(type_, fields)
 
 
 def _call(each: Mapping[str, Any], type_: str) -> Call:
@@ -170,17 +176,18 @@ def _result(each: Mapping[str, Any], type_: str) -> Entry:
     )
 
 
-def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
+def _call_and_result(each: Mapping[str, Any], type_: str) -> list[Entry]:
     """A part of the AI SDK's user interface with a call and, if available, its result."""
     named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
-    yield Entry(role="", calls=(_call({**each, **named}, type_),))
+    found = [Entry(role="", calls=(_call({**each, **named}, type_),))]
     outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
     failed = each.get("errorText") or each.get("error")
     if each.get("state") == "output-denied":
         failed = text_of(object_of(each, "approval"), "reason") or "Tool execution denied."
     if outcome or failed is not None:
         error = {"output": failed, "is_error": True} if failed else {}
-        yield _result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool")
+        found.append(_result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool"))
+    return found
 
 
 def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
@@ -224,15 +231,10 @@ def _is_part(each: Mapping[str, Any]) -> bool:
 
 def _shown_part(each: Mapping[str, Any]) -> str:
     """A part of a result: text and media as in `part`, other kinds as complete JSON."""
-    found = list(part(each))
-    known = is_known(each) and not any(entry.calls for entry in found)
-    return "\n".join(entry.text for entry in found) if known else compact(each)
-
-
-def is_known(each: Mapping[str, Any]) -> bool:
-    """Whether `part` knows the kind of a part."""
-    found = list(part(each))
-    return bool(found) and not any(entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found)
+    found = _known(each)
+    if not found or any(entry.calls for entry in found):
+        return compact(each)
+    return "\n".join(entry.text for entry in found)
 
 
 def stored(content: object) -> object:
@@ -240,9 +242,7 @@ def stored(content: object) -> object:
     value = decoded(content, "[")
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         return content
-    known = all(
-        ("type" in each or len(each) == 1) and (is_known(each) or each.get("type") in MARKERS) for each in value
-    )
-    said = [entry for each in value for entry in part(each)] if known else []
+    known = [_known(each) if "type" in each or len(each) == 1 else None for each in value]
+    said = [entry for each in known for entry in each or ()]
     telling = any("text" in each for each in value) or any(entry.calls or entry.role for entry in said)
-    return value if known and telling else content
+    return value if telling and None not in known else content

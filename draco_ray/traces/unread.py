@@ -64,9 +64,6 @@ def unread(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -
         traces: the traces built from it.
         repeated: fields whose content was also read from another field.
     """
-    found = dict.fromkeys(path for path, texts in _evidence(record, "", repeated) if texts)
-    if not found:
-        return ()
     shown = "\n".join(_texts_of(traces))
     lost = dict.fromkeys(
         path

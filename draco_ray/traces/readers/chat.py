@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
 from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, decoded, shown, text_of
-from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value, reads
+from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
 from draco_ray.traces.messages import AGENT_ROLES, GEMINI_CLI, LANGCHAIN, entries, is_autogen, is_wrapped, reply_entries
 from draco_ray.traces.model import Trace, clean
 from draco_ray.traces.streams import whole
@@ -238,12 +238,12 @@ def session(record: Any, file: str) -> str | None:
 
 def read(record: Any, reading: Reading) -> Iterator[Trace]:
     """The traces of a record, or of the calls in a log. Raises: BadTrace if no agent says anything."""
-    if not isinstance(record, Gathered):
+    if not reading.wheres:
         yield _trace(record, threads([_call(record)])[0].entries, reading)
         return
     logged: list[tuple[str, Any]] = []
     calls: list[ModelCall] = []
-    for where, each in _answered(record):
+    for where, each in _answered(record, reading.wheres):
         try:
             calls.append(_call(each))
             logged.append((where, each))
@@ -262,10 +262,10 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             reading.unreadable(where, problem)
 
 
-def _answered(records: Gathered) -> list[tuple[str, Any]]:
+def _answered(records: Sequence[Any], wheres: Sequence[str]) -> list[tuple[str, Any]]:
     """The records of a session with their locations: batch requests are joined with their responses, and duplicate
     responses are dropped."""
-    found = list(zip(records.wheres, records, strict=True))
+    found = list(zip(wheres, records, strict=True))
     if all(isinstance(each, Mapping) and is_lone(each) for each in records):
         return [(found[0][0], list(records))]
     if all(isinstance(each, Mapping) and "custom_id" in each for each in records):
@@ -332,7 +332,7 @@ def _call(record: Any) -> ModelCall:
     if (told := _told(record, known, SYSTEM)) is not None:
         content = told.get("parts", told) if isinstance(told, Mapping) else told
         inputs = entries([{"role": "system", "content": content}]) + inputs
-    outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
+    outputs = entries(reply) if isinstance(reply, list) and _types(reply) & {*LANGCHAIN} else answered
     if isinstance(reply, list) and reply and not outputs and not (inputs and inputs[-1].role == AGENT):
         raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
     outputs = [*_intermediate(record), *outputs]

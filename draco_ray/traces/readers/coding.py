@@ -53,7 +53,7 @@ def claude_code_session(record: Any, file: str) -> str | None:
 )
 def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace if the agent says nothing in it."""
-    lines = _in_order(lines if isinstance(lines, list) else [lines])
+    lines = _in_order(lines)
     said: list[Entry] = []
     for line in _one_line_a_message(_without_rewound(lines)):
         message = line.get("message")
@@ -186,7 +186,6 @@ def is_codex(record: object) -> bool:
 )
 def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a rollout file. Raises: BadTrace if the agent says nothing in it."""
-    lines = lines if isinstance(lines, list) else [lines]
     said: list[Entry] = []
     meta: Mapping[str, Any] = {}
     tokens = None
@@ -312,7 +311,9 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
             )
         else:
             yield Entry(
-                role=AGENT, text=thought, calls=(Call(name=action, arguments=about, call_id=call_id or _id(event)),)
+                role=AGENT,
+                text=thought,
+                calls=(Call(name=action, arguments=about, call_id=call_id or str(event.get("id", ""))),),
             )
     elif isinstance(action, str):
         if action not in ("change_agent_state", "recall", "null"):
@@ -325,10 +326,6 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
 def _response(event: Mapping[str, Any]) -> str:
     """Id of the model's response that an action is part of; empty if the event does not state it."""
     return str(event.get("llm_response_id") or path_value(event, "tool_call_metadata.model_response.id") or "")
-
-
-def _id(event: Mapping[str, Any]) -> str:
-    return str(event.get("id", ""))
 
 
 def _sdk_message(event: Mapping[str, Any]) -> Any:

@@ -29,7 +29,7 @@ def session(record: Any, file: str) -> str | None:
 def read(runs: Any, reading: Reading) -> Iterator[Trace]:
     """The trace assembled from all runs of a session. Raises: BadTrace if no run contains messages."""
     runs = sorted(
-        _flat(runs if isinstance(runs, list) else [runs]),
+        _flat(runs),
         key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""),
     )
     ids = {str(run.get("id")) for run in runs}
