@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
@@ -32,15 +31,6 @@ class Uncalled(Enum):
 
     UNANIMOUS = "unanimous"
     """Its surviving verdicts agree, so each step would receive the same total whichever steps were cited."""
-
-
-class Share(NamedTuple):
-    """One rollout's reward and advantage, before the advantage is spread over steps."""
-
-    rollout: int
-    reward: float
-    advantage: float
-    tokens_M: IntArray
 
 
 def group_advantages(
@@ -77,12 +67,10 @@ def group_advantages(
     mixed_G = mixed_verdicts(verdict_GK, surviving_K)
     members = []
     for row, rollout in enumerate(rollouts):
-        share = Share(rollout, float(reward_G[row]), float(advantage_G[row]), tokens_GM[row])
-        attributed = _attributed(rule, attributions[row], verdict_GK[row], surviving_K, share.tokens_M)
-        if isinstance(attributed, CreditFallback):
-            members.append(_uniform(share, attributed))
-        else:
-            members.append(_credited(share, attributed, surviving_K, bool(mixed_G[row]), rule))
+        attributed = _attributed(rule, attributions[row], verdict_GK[row], surviving_K, tokens_GM[row])
+        mixed = bool(mixed_G[row])
+        shares = (float(reward_G[row]), float(advantage_G[row]))
+        members.append(_spread(rule, rollout, *shares, tokens_GM[row], attributed, surviving_K, mixed=mixed))
     return GroupAdvantages(group=group, surviving_K=surviving_K, rollouts=tuple(members))
 
 
@@ -101,14 +89,12 @@ def group_advantages_from_rewards(
     """
     _check_rows(group, rollouts, rewards=len(reward_G), tokens=len(tokens_GM))
     advantage_G = rule.advantages(reward_G, std_epsilon=std_epsilon)
-    return GroupAdvantages(
-        group=group,
-        surviving_K=np.zeros(0, dtype=np.bool_),
-        rollouts=tuple(
-            _uniform(Share(rollout, float(reward), float(advantage), tokens_M), CreditFallback.CREDIT_OFF)
-            for rollout, reward, advantage, tokens_M in zip(rollouts, reward_G, advantage_G, tokens_GM, strict=True)
-        ),
-    )
+    none_K = np.zeros(0, dtype=np.bool_)
+    members = [
+        _spread(rule, rollout, float(reward), float(advantage), tokens_M, CreditFallback.CREDIT_OFF, none_K)
+        for rollout, reward, advantage, tokens_M in zip(rollouts, reward_G, advantage_G, tokens_GM, strict=True)
+    ]
+    return GroupAdvantages(group=group, surviving_K=none_K, rollouts=tuple(members))
 
 
 def training_samples(
@@ -186,35 +172,34 @@ def _attributed(
     return rule.attributions(given, verdict_K)
 
 
-def _credited(
-    share: Share, attributed: Sequence[Attribution], surviving_K: BoolArray, mixed: bool, rule: AdvantageRule
+def _spread(
+    rule: AdvantageRule,
+    rollout: int,
+    reward: float,
+    advantage: float,
+    tokens_M: IntArray,
+    attributed: Sequence[Attribution] | CreditFallback,
+    surviving_K: BoolArray,
+    *,
+    mixed: bool = False,
 ) -> RolloutAdvantage:
-    quality = step_quality(attributed, surviving_K, len(share.tokens_M))
-    fallback = credit_fallback(share.advantage, quality.quality_M, share.tokens_M)
+    """A rollout's advantage on its steps: by its attributions, or A_i on every step if there are none."""
+    if isinstance(attributed, CreditFallback):
+        quality, fallback, spread = step_quality((), surviving_K, len(tokens_M)), attributed, step_advantages
+        inert = True
+    else:
+        quality = step_quality(attributed, surviving_K, len(tokens_M))
+        fallback, spread = credit_fallback(advantage, quality.quality_M, tokens_M), rule.spread
+        inert = is_inert(quality, fallback, mixed_scores=None if attributed else mixed)
     return RolloutAdvantage(
-        rollout=share.rollout,
-        reward=share.reward,
-        advantage=share.advantage,
+        rollout=rollout,
+        reward=reward,
+        advantage=advantage,
         quality_M=quality.quality_M,
-        step_advantage_M=rule.spread(share.advantage, quality.quality_M, share.tokens_M),
+        step_advantage_M=spread(advantage, quality.quality_M, tokens_M),
         cited_M=quality.cited_M,
         fallback=fallback,
-        inert=is_inert(quality, fallback, mixed_scores=None if attributed else mixed),
-    )
-
-
-def _uniform(share: Share, fallback: CreditFallback) -> RolloutAdvantage:
-    """A_i on every step, whatever the rule, because there are no citations to spread it by."""
-    unknown_M = np.full(len(share.tokens_M), np.nan)
-    return RolloutAdvantage(
-        rollout=share.rollout,
-        reward=share.reward,
-        advantage=share.advantage,
-        quality_M=unknown_M,
-        step_advantage_M=step_advantages(share.advantage, unknown_M, share.tokens_M),
-        cited_M=np.zeros(len(share.tokens_M), dtype=np.bool_),
-        fallback=fallback,
-        inert=True,
+        inert=inert,
     )
 
 
