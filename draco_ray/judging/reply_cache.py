@@ -23,7 +23,6 @@ import json
 import logging
 import math
 import os
-import re
 import sqlite3
 import time
 import zlib
@@ -34,6 +33,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from draco_ray.errors import StoreError
 
 SHARED_FILE_SYSTEMS = frozenset(
@@ -42,22 +43,15 @@ SHARED_FILE_SYSTEMS = frozenset(
 """Types of file systems that several machines share, or may share."""
 OWN_FUSE = frozenset(("fuse.fuse-overlayfs",))
 """FUSE file systems of a container's own disk."""
-MOUNTS = Path("/proc/mounts")
 
 
-def check_own_disk(folder: Path, mounts: str | None = None) -> None:
-    """Check that judge replies may be stored in a folder.
-
-    Args:
-        folder: the folder; it need not exist.
-        mounts: content of /proc/mounts; None: that of this machine.
+def check_own_disk(folder: Path) -> None:
+    """Check that judge replies may be stored in a folder, which need not exist.
 
     Raises:
         StoreError: it lies on a file system that machines share.
     """
-    if mounts is None:
-        mounts = MOUNTS.read_text(encoding="utf-8", errors="replace") if MOUNTS.exists() else ""
-    kind, mounted = file_system_of(folder.resolve(), mounts)
+    kind, mounted = file_system_of(folder.resolve())
     if kind in OWN_FUSE or kind.partition(".")[0] not in SHARED_FILE_SYSTEMS:
         return
     raise StoreError(
@@ -66,22 +60,15 @@ def check_own_disk(folder: Path, mounts: str | None = None) -> None:
     )
 
 
-def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
-    """Type and mount point of the file system of an absolute path; empty if unknown.
-
-    Args:
-        path: the path; it need not exist.
-        mounts: content of /proc/mounts.
-    """
+def file_system_of(path: Path) -> tuple[str, Path]:
+    """Type and mount point of the file system of an absolute path, which need not exist; empty if unknown."""
     found = ("", Path())
-    for line in mounts.splitlines():
-        if len(words := line.split()) < 3:
-            continue
-        at = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[1]))
+    for mount in psutil.disk_partitions(all=True):
+        at = Path(mount.mountpoint)
         # A later mount hides an earlier one at the same place.
         if path.is_relative_to(at) and len(at.parts) >= len(found[1].parts):
-            found = (words[2], at)
-    return found[0], str(found[1])
+            found = (mount.fstype, at)
+    return found
 
 
 log = logging.getLogger(__name__)

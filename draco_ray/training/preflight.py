@@ -203,13 +203,12 @@ def check_outlives_job(root: Path | str) -> None:
         )
 
 
-def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> None:
+def check_replies(config: DracoConfig, run: Path) -> None:
     """Check that the judge's replies are stored on a local disk.
 
     Args:
         config: the run's.
         run: its directory.
-        mounts: content of /proc/mounts; None: read it on this machine.
 
     Raises:
         ConfigError: they would be on a network file system; the message says what to change.
@@ -219,7 +218,7 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
         return
     folder = config.judge.cache or RunDirectory(run).judge_cache
     try:
-        check_own_disk(folder, mounts)
+        check_own_disk(folder)
     except StoreError as error:
         also = ""
         if config.judge.cache is None and isinstance(config.run.root, str):

@@ -29,6 +29,7 @@ from draco_ray.judging.reply_cache import (
     read_book,
     request_key,
 )
+from tests.support.mounts import mounted
 from tests.support.turns import LoopClock, outcome, turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -361,8 +362,7 @@ def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
 
 def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever command would keep them: a run, `draco judge`, a replay."""
-    (tmp_path / "mounts").write_text(f"server:/ {tmp_path.resolve() / 'home'} nfs4 rw 0 0\n", encoding="utf-8")
-    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
+    mounted(monkeypatch, (str(tmp_path.resolve() / "home"), "nfs4"))
     folder = tmp_path.resolve() / "home" / "judge_cache"
     with pytest.raises(StoreError) as caught:
         ReplyCache(folder)

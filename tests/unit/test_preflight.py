@@ -20,9 +20,8 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
-from draco_ray.judging import reply_cache
 from draco_ray.judging.prompts import KEY_FILE
-from draco_ray.judging.reply_cache import FILE, file_system_of
+from draco_ray.judging.reply_cache import FILE, check_own_disk, file_system_of
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import preflight, run
@@ -40,6 +39,7 @@ from draco_ray.training.preflight import (
     probe_node,
     step_size,
 )
+from tests.support.mounts import mounted
 from tests.support.small_run import small_run
 from tests.support.tiny_model import build_tiny_model
 
@@ -97,49 +97,47 @@ def test_a_submitted_job_is_told_where_its_runs_go(tmp_path: Path, monkeypatch: 
     check_outlives_job("s3://bucket/runs")
 
 
-MOUNTS = """\
-/dev/root / ext4 rw,relatime 0 0
-fs-1.efs:/ /shared nfs4 rw,vers=4.1 0 0
-//server/home /home/a\\040b cifs rw 0 0
-sshfs#host:/ /far fuse.sshfs rw 0 0
-fuse-overlayfs /own fuse.fuse-overlayfs rw 0 0
-/dev/sdb /shared/scratch xfs rw 0 0
-autofs /auto autofs rw 0 0
-server:/auto /auto nfs rw 0 0
-"""
+MOUNTS = (
+    ("/", "ext4"),
+    ("/shared", "nfs4"),
+    ("/home/a b", "cifs"),
+    ("/far", "fuse.sshfs"),
+    ("/own", "fuse.fuse-overlayfs"),
+    ("/shared/scratch", "xfs"),
+    ("/auto", "autofs"),
+    ("/auto", "nfs"),
+)
 
 
-def test_the_file_system_of_a_path_is_that_of_the_innermost_mount() -> None:
+def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted(monkeypatch, *MOUNTS)
     paths = ("/var/x", "/shared", "/sharedness", "/shared/scratch/x", "/home/a b/runs", "/auto/x")
-    found = [file_system_of(Path(path), MOUNTS) for path in paths]
-    assert found == [
-        ("ext4", "/"),
-        ("nfs4", "/shared"),
-        ("ext4", "/"),
-        ("xfs", "/shared/scratch"),
-        ("cifs", "/home/a b"),
-        ("nfs", "/auto"),
+    assert [file_system_of(Path(path)) for path in paths] == [
+        ("ext4", Path("/")),
+        ("nfs4", Path("/shared")),
+        ("ext4", Path("/")),
+        ("xfs", Path("/shared/scratch")),
+        ("cifs", Path("/home/a b")),
+        ("nfs", Path("/auto")),
     ]
-    assert file_system_of(Path("/var"), "") == ("", ".")
-    # A line without a type says nothing; what follows it does.
-    assert file_system_of(Path("/far/x"), "host: /far\n") == ("", ".")
-    assert file_system_of(Path("/far/x"), "host: /far\nhost: / nfs") == ("nfs", "/")
 
 
-def test_mounts_in_any_encoding_are_read_and_none_are_no_reason_to_refuse(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_unknown_mounts_are_no_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted(monkeypatch)
+    check_own_disk(tmp_path)
+    mounted(monkeypatch, ("/nowhere\udcff", "nfs4"))
+    check_own_disk(tmp_path)
+
+
+def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(
+    paper: DracoConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
-    reply_cache.check_own_disk(tmp_path)
-    (tmp_path / "mounts").write_bytes(b"server:/\xe4 /nowhere\xff nfs4 rw 0 0\n")
-    reply_cache.check_own_disk(tmp_path)
+    mounted(monkeypatch, *MOUNTS)
 
-
-def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(paper: DracoConfig) -> None:
     def check(run: str, *, cache: str | None = None, root: str | Path = Path("runs"), **more: object) -> None:
         judge = paper.judge.model_copy(update={"cache": cache and Path(cache), **more})
         where = paper.run.model_copy(update={"root": root})
-        check_replies(paper.model_copy(update={"judge": judge, "run": where}), Path(run), MOUNTS)
+        check_replies(paper.model_copy(update={"judge": judge, "run": where}), Path(run))
 
     with pytest.raises(
         ConfigError,
@@ -161,8 +159,7 @@ def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mend
 def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n", encoding="utf-8")
-    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
+    mounted(monkeypatch, (str(tmp_path), "nfs4"))
     config = load_config("sandbox", [f"run.root={tmp_path}"])
     folder = RunDirectory.create(tmp_path / "first", "")
     with pytest.raises(ConfigError, match=r"judge replies cannot be stored in .*first/judge_cache"):
