@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -29,7 +28,6 @@ from draco_ray.judging.completion import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Grant, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import (
-    FIRST_BACKOFF_SECONDS,
     LOGGED_SECONDS,
     FailureKind,
     NextAction,
@@ -38,6 +36,7 @@ from draco_ray.judging.outage import (
     disconnected,
     is_busy,
     possibly_billed,
+    seconds_to_pause,
     unconnected,
 )
 from draco_ray.judging.phases import urgency
@@ -124,12 +123,8 @@ class Call:
             hint: seconds that the endpoint asks us to wait, if it does.
             max_backoff: maximum without a hint.
         """
-        if hint is not None:
-            # Wait slightly longer than asked, because an early request is refused again.
-            return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
-        doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
-        ceiling = min(max_backoff, doubled)
-        return random.uniform(ceiling / 2, ceiling)
+        capped = None if hint is None else min(hint, max(max_backoff, LONGEST_HINT_SECONDS))
+        return seconds_to_pause(self.own + self.unexplained, capped, max_backoff)
 
 
 log = logging.getLogger(__name__)

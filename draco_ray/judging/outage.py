@@ -172,12 +172,9 @@ class Outage:
         if new:
             self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is FailureKind.TIMED_OUT else 0)
             self._paused_at = now
-        if hint is not None:
-            # Wait slightly longer than asked, because an early request is refused again.
-            self._paused_until = max(self._paused_until, now + hint + random.uniform(0, min(1.0, 0.1 * hint)))
-        elif new:
-            ceiling = min(self._max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._rounds - 1, 30))
-            self._paused_until = now + random.uniform(ceiling / 2, ceiling)
+        if new or hint is not None:
+            seconds = seconds_to_pause(self._rounds, hint, self._max_backoff_seconds)
+            self._paused_until = max(self._paused_until, now + seconds)
         # The pause ends at the outage's limit, however long the endpoint asks to wait.
         ends = self._since + self._max_seconds
         self._paused_until = min(self._paused_until, max(now, ends))
@@ -202,6 +199,21 @@ class Outage:
         if self._rounds >= ROUNDS_TO_PROBE:
             self._paused_until = min(self._paused_until, now)
         self._since, self._rounds = None, 0
+
+
+def seconds_to_pause(failures: int, hint: float | None, most: float) -> float:
+    """Seconds to wait before the next request: what the endpoint asks, or exponential backoff.
+
+    Args:
+        failures: failures in a row.
+        hint: seconds that the endpoint asks us to wait, if it does.
+        most: maximum without a hint.
+    """
+    if hint is not None:
+        # Wait slightly longer than asked, because an early request is refused again.
+        return hint + random.uniform(0, min(1.0, 0.1 * hint))
+    ceiling = min(most, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures - 1, 30))
+    return random.uniform(ceiling / 2, ceiling)
 
 
 def span(seconds: float) -> str:
