@@ -79,21 +79,19 @@ class Panel(Judge):
         # A judge whose call failed has no vote; a note says so.
         notes += [f"one judge gave no verdicts: {ballot.error}" for ballot in ballots if ballot.error is not None]
         valid = [ballot.value for ballot in ballots if ballot.value is not None]
-        if not valid:
-            return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes), left_out=left_out)
         scores = [majority(votes) for votes in zip(*valid, strict=True)]
         split = [i for i, votes in enumerate(zip(*valid, strict=True)) if len({each.verdict for each in votes}) > 1]
-        if self._strong is None or not split:
-            return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
-        asked = replace(question, rubric=[question.rubric[index] for index in split])
-        decided = await self._strong.ask(asked, context)
-        calls += decided.calls
-        if decided.value is None:
-            notes.append(f"the strong judge did not answer, so the majority's verdicts count: {decided.error}")
-        else:
-            for index, score in zip(split, decided.value, strict=True):
-                scores[index] = score
-        return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
+        if self._strong is not None and split:
+            asked = replace(question, rubric=[question.rubric[index] for index in split])
+            decided = await self._strong.ask(asked, context)
+            calls += decided.calls
+            if decided.value is None:
+                notes.append(f"the strong judge did not answer, so the majority's verdicts count: {decided.error}")
+            else:
+                for index, score in zip(split, decided.value, strict=True):
+                    scores[index] = score
+        value, error = (tuple(scores), None) if valid else (None, ballots[0].error)
+        return Judged(value=value, calls=calls, error=error, notes=tuple(notes), left_out=left_out)
 
 
 def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
