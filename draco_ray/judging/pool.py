@@ -193,8 +193,8 @@ class Judgement:
         return self.summary.error is None
 
 
-class JudgePool:
-    """Autoscaled judge workers and the union actor; see `MonitoredWorkers`.
+class JudgePool(MonitoredWorkers[Any]):
+    """Autoscaled judge workers and the union actor.
 
     A phase that is retried at another worker asks nothing twice: earlier replies are in the durable cache. While the
     union actor is down, its calls go to a worker.
@@ -209,14 +209,14 @@ class JudgePool:
         """
         self._start = start
         self._config = config
-        self.workers: ElasticWorkers[Any] = ElasticWorkers(
+        workers: ElasticWorkers[Any] = ElasticWorkers(
             lambda number: start(f"JudgeWorker-{number}"),
             slots=config.concurrency_per_worker,
             min_workers=config.workers,
             max_workers=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = MonitoredWorkers(self.workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
+        super().__init__(workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
         self._union: PooledWorker[Any] | None = None
 
     @property
@@ -227,9 +227,9 @@ class JudgePool:
     def open(self) -> None:
         """Request the minimum number of workers and the union actor; needs a running event loop, returns at once."""
         # Start the workers first: if resources are short, a worker can also take the union's calls, but not vice versa.
-        self._watched.open()
+        super().open()
         self._union = PooledWorker(self._start("RubricUnion"), -1, 0.0)
-        self._watched.monitor(self._union)
+        self.monitor(self._union)
 
     async def ready(self) -> None:
         """Return once a worker is up and the judge answers it.
@@ -252,10 +252,6 @@ class JudgePool:
         finally:
             self.workers.release(place)
 
-    def close(self) -> None:
-        """Stop monitoring and scaling; the actors end with the run."""
-        self._watched.close()
-
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
         """Ask a question of ``phase``; see `draco_ray.judging.pool.JudgeWorkerActor.ask`."""
         label = context.task_id if context.rollout is None else f"{context.task_id}/{context.rollout}"
@@ -267,7 +263,7 @@ class JudgePool:
             return PendingCall((judged, archived), monitor.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
-        found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)
+        found = await self.call(send, rank=urgency(phase.name), preferred=preferred)
         if found is not None:
             (judged, archived), summary = found
             return Judgement(judged=judged, archived=archived, summary=summary)
@@ -277,7 +273,3 @@ class JudgePool:
         nothing = ray.put(failed)
         summary = phase_summary(phase.name, context, failed, started)
         return Judgement(judged=nothing, archived=nothing, summary=summary)
-
-    async def drain(self, seconds: float) -> None:
-        """Wait for phases whose caller was cancelled, so that their replies, which are paid for, can be stored."""
-        await self._watched.drain(seconds)

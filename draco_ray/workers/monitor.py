@@ -112,6 +112,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         restart: Callable[[WorkerT], object],
         ping_seconds: float = PING_SECONDS,
         timeout_seconds: float = TIMEOUT_SECONDS,
+        kind: str = "worker",
     ) -> None:
         """Prepare the pool; nothing is started yet.
 
@@ -123,16 +124,17 @@ class MonitoredWorkers(Generic[WorkerT]):
                 that other workers wait for.
             ping_seconds: see `PING_SECONDS`.
             timeout_seconds: see `TIMEOUT_SECONDS`; longer where a worker may be too busy to answer.
+            kind: what the workers are, for messages.
         """
         self.workers, self._up, self._end, self._restart = workers, up, end, restart
-        self.ping_seconds, self.timeout_seconds = ping_seconds, timeout_seconds
+        self.ping_seconds, self.timeout_seconds, self._kind = ping_seconds, timeout_seconds, kind
         self._monitors: dict[PooledWorker[WorkerT], asyncio.Task[None]] = {}
         self._adjusting: asyncio.Task[None] | None = None
         self._cancelled_calls: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
         """Request the minimum number of workers and return at once; needs a running event loop."""
-        self._adjust()
+        self.adjust()
         self._adjusting = asyncio.create_task(self._keep_adjusting())
 
     def monitor(self, pooled: PooledWorker[WorkerT]) -> None:
@@ -225,12 +227,13 @@ class MonitoredWorkers(Generic[WorkerT]):
         while True:
             await asyncio.sleep(ADJUST_SECONDS)
             try:
-                self._adjust()
+                self.adjust()
             except Exception:
                 # Workers that are up keep working; if the failure affects them too, their calls raise it.
-                log.exception("the number of workers could not be adjusted")
+                log.exception("the number of %ss could not be adjusted", self._kind)
 
-    def _adjust(self) -> None:
+    def adjust(self) -> None:
+        """Scale the pool."""
         come, gone = self.workers.adjust()
         for pooled in come:
             self.monitor(pooled)
@@ -239,13 +242,13 @@ class MonitoredWorkers(Generic[WorkerT]):
             self._end(pooled.worker)
         if come or gone:
             log.info(
-                "workers: %d up, %d requested, %d calls in flight, %d waiting",
-                *(self.workers.up, len(self.workers.pooled), self.workers.in_flight, self.workers.waiting),
+                "%ss: %d up, %d requested, %d calls in flight, %d waiting",
+                *(self._kind, self.workers.up, len(self.workers.pooled), self.workers.in_flight, self.workers.waiting),
             )
 
     def _down(self, pooled: PooledWorker[WorkerT], error: WorkerUnavailable) -> None:
         if pooled.up:
-            log.warning("worker %d cannot be reached: %s", pooled.number, " ".join(str(error).split())[:300])
+            log.warning("%s %d cannot be reached: %s", self._kind, pooled.number, " ".join(str(error).split())[:300])
         self.workers.mark_down(pooled)
 
     async def _ping(self, pooled: PooledWorker[WorkerT]) -> None:
@@ -271,12 +274,12 @@ class MonitoredWorkers(Generic[WorkerT]):
                     if answered:
                         await _answered_or_abandoned(pooled, answer)
                     if answered and not answer.done():
-                        log.warning("worker %d does not answer and is restarted", pooled.number)
+                        log.warning("%s %d does not answer and is restarted", self._kind, pooled.number)
                         self._restart(pooled.worker)
                 await answer
             except WorkerLost as error:
                 cause = error.__cause__ or error
-                log.warning("worker %d is lost: %s", pooled.number, " ".join(str(cause).split())[:300])
+                log.warning("%s %d is lost: %s", self._kind, pooled.number, " ".join(str(cause).split())[:300])
                 self.workers.mark_lost(pooled, cause)
                 return
             except WorkerUnavailable as error:

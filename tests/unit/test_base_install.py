@@ -37,6 +37,7 @@ BASE = (
 ACTORS = (
     "judging.actors",
     "judging.local.actor",
+    "judging.local.servers",
     "judging.held_out",
     "judging.pool",
     "judging.actors",

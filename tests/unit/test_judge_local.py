@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
@@ -15,18 +16,18 @@ from pydantic import ValidationError
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
-from draco_ray.judging.local import servers as module
 from draco_ray.judging.local.server import (
     STARTS,
-    ServerStatus,
     StallDetector,
     VllmJudgeServer,
     reasoning_words,
     serve_words,
 )
-from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
+from draco_ray.judging.local.servers import SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
 from draco_ray.training.cluster import check_resources
+from draco_ray.workers import monitor
+from draco_ray.workers.monitor import ADJUST_SECONDS, PING_SECONDS, TIMEOUT_PARTS
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.turns import LoopClock, outcome, turns, until
 
@@ -34,36 +35,43 @@ MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 
 
 class Replica:
-    """Answers what the test sets."""
+    """In the place of an actor's handle: answers what the test sets."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.ended = False
-        self.found: ServerStatus | BaseException = ServerStatus(server=None, doing="loads")
+        self.restarts = 0
+        self.found: Server | str | BaseException = "loads"
         self.looks = 0
         self.there = asyncio.Event()
         """Cleared: it does not answer."""
         self.there.set()
+        self.look = SimpleNamespace(remote=self._look)
+        self.end = SimpleNamespace(remote=self._end)
+        self.__ray_terminate__ = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: None))
 
-    async def look(self) -> ServerStatus:
+    async def _look(self) -> Server | str:
         self.looks += 1
         await self.there.wait()
         if isinstance(self.found, BaseException):
             raise self.found
         return self.found
 
-    def end(self) -> None:
+    def _end(self) -> None:
         self.ended = True
 
+    def restart(self) -> None:
+        self.restarts += 1
+        self.there.set()
+
     def serve(self, port: int = 0) -> None:
-        server = Server(f"http://127.0.0.1:{port or 8000 + self.number}/v1", "key")
-        self.found = ServerStatus(server=server, doing="serves")
+        self.found = Server(f"http://127.0.0.1:{port or 8000 + self.number}/v1", "key")
 
 
 class Fleet:
     """`JudgeServers` of two calls each, and a clock that is set by hand."""
 
-    def __init__(self, **keys: object) -> None:
+    def __init__(self, *, ping_seconds: float = 0.0, **keys: object) -> None:
         self.now = 100.0
         self.replicas: list[Replica] = []
         self.fails: Exception | None = None
@@ -71,6 +79,7 @@ class Fleet:
             {"replicas": 2, "max_replicas": 3, "calls_per_replica": 2, "idle_seconds": 60, **keys}
         )
         self.servers = JudgeServers(self._start, config, lease_seconds=660, clock=lambda: self.now)
+        self.servers.ping_seconds = ping_seconds
 
     def _start(self, number: int) -> Replica:
         if self.fails is not None:
@@ -81,21 +90,25 @@ class Fleet:
     async def up(self, count: int) -> None:
         """Wait until so many serve."""
         for replica in self.replicas:
-            if not replica.ended and not isinstance(replica.found, BaseException) and replica.found.server is None:
+            if not replica.ended and isinstance(replica.found, str):
                 replica.serve()
-        await until(lambda: self.servers.up == count)
+        await until(lambda: self.servers.workers.up == count)
+
+    @property
+    def numbers(self) -> list[int]:
+        return [each.number for each in self.servers.workers.pooled]
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks follow each other at once; the number of servers is adjusted by the test."""
-    monkeypatch.setattr(module, "ADJUST_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.0)
+    """The number of servers is adjusted at once; so do looks follow each other."""
+    monkeypatch.setattr(monitor, "ADJUST_SECONDS", 0.0)
+    monkeypatch.setattr(monitor, "restart", Replica.restart)
 
 
 @asynccontextmanager
-async def opened(**keys: object) -> AsyncIterator[Fleet]:
-    fleet = Fleet(**keys)
+async def opened(*, ping_seconds: float = 0.0, **keys: object) -> AsyncIterator[Fleet]:
+    fleet = Fleet(ping_seconds=ping_seconds, **keys)
     fleet.servers.open()
     try:
         yield fleet
@@ -128,17 +141,17 @@ async def test_servers_come_with_the_calls_and_go_when_they_are_not_needed() -> 
     async with opened() as fleet:
         await fleet.up(2)
         calls = [asyncio.create_task(fleet.servers.acquire(f"g{n}")) for n in range(5)]
-        await until(lambda: fleet.servers.numbers == [0, 1, 2])
+        await until(lambda: fleet.numbers == [0, 1, 2])
         assert sum(call.done() for call in calls) == 4
         await fleet.up(3)
         leases = [await outcome(call) for call in calls]
         for lease in leases:
             fleet.servers.release(lease.number)
         fleet.servers.adjust()
-        assert fleet.servers.numbers == [0, 1, 2]
+        assert fleet.numbers == [0, 1, 2]
         fleet.now += 61
         fleet.servers.adjust()
-        assert fleet.servers.numbers == [0, 1]
+        assert fleet.numbers == [0, 1]
         assert [replica.ended for replica in fleet.replicas] == [False, False, True]
 
 
@@ -146,8 +159,8 @@ async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_l
     async with opened() as fleet:
         await fleet.up(2)
         lease = await fleet.servers.acquire("a")
-        broken = next(each for each in fleet.replicas if each.found.server == lease.server)  # type: ignore[union-attr]
-        broken.found = ServerStatus(server=None, doing="loads again")
+        broken = next(each for each in fleet.replicas if each.found == lease.server)
+        broken.found = "loads again"
         fleet.servers.release(lease.number, lost=True)
         others = [await fleet.servers.acquire("a") for _ in range(2)]
         assert lease.server not in [each.server for each in others]
@@ -162,7 +175,7 @@ async def test_one_that_is_gone_for_good_is_replaced_and_calls_wait_meanwhile() 
     async with opened(replicas=1, max_replicas=1) as fleet:
         await fleet.up(1)
         fleet.replicas[0].found = RuntimeError("the node\nis gone")
-        await until(lambda: not fleet.servers.numbers)
+        await until(lambda: not fleet.numbers)
         waiting = asyncio.create_task(fleet.servers.acquire("a"))
         fleet.now += 61
         await until(lambda: len(fleet.replicas) == 2)
@@ -210,7 +223,7 @@ async def test_the_time_without_a_server_begins_when_the_last_one_is_gone() -> N
         fleet.now += 5000
         await turns(50)
         fleet.replicas[0].found = RuntimeError("the node is gone")
-        await until(lambda: not fleet.servers.numbers)
+        await until(lambda: not fleet.numbers)
         waiting = asyncio.create_task(fleet.servers.acquire())
         fleet.now += 1799
         await turns(50)
@@ -254,50 +267,65 @@ async def test_the_lowest_rank_waits_least_and_a_call_that_names_none_has_rank_0
 
 
 async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_is_down(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "ADJUST_SECONDS", ADJUST_SECONDS)
-    monkeypatch.setattr(module, "LOOK_SECONDS", LOOK_SECONDS)
+    monkeypatch.setattr(monitor, "ADJUST_SECONDS", ADJUST_SECONDS)
     clock = LoopClock(monkeypatch)
-    async with opened(replicas=1, max_replicas=2, calls_per_replica=1, stall_seconds=60) as fleet:
+    keys = {"replicas": 1, "max_replicas": 2, "calls_per_replica": 1, "stall_seconds": 60}
+    part = (60 + SILENT_SECONDS) / TIMEOUT_PARTS
+    async with opened(ping_seconds=PING_SECONDS, **keys) as fleet:
         (replica,) = fleet.replicas
         replica.there.clear()
         await turns(5)
         # Until it has answered a first time it may wait for a node for as long as that takes.
-        await clock.pass_(1000)
+        for _ in range(2 * TIMEOUT_PARTS):
+            await clock.pass_(part)
         assert fleet.servers.pending() == ["judge server 0 waits for a node with enough resources (for 0 s)"]
         replica.there.set()
         await turns(50)
-        await clock.pass_(ADJUST_SECONDS - 0.1)
+        await clock.pass_(PING_SECONDS - 0.1)
         assert replica.looks == 1
         replica.serve()
         await clock.pass_(0.1)
-        assert (replica.looks, fleet.servers.up, fleet.servers.pending()) == (2, 1, [])
-        await clock.pass_(LOOK_SECONDS - 0.1)
+        assert (replica.looks, fleet.servers.workers.up, fleet.servers.pending()) == (2, 1, [])
+        await clock.pass_(PING_SECONDS - 0.1)
         assert replica.looks == 2
         await clock.pass_(0.1)
         assert replica.looks == 3
         replica.there.clear()
-        await clock.pass_(LOOK_SECONDS)
+        await clock.pass_(PING_SECONDS)
         # A server may take its `stall_seconds` to find out for itself.
-        await clock.pass_(60 + SILENT_SECONDS - 0.1)
-        assert fleet.servers.up == 1
+        for _ in range(TIMEOUT_PARTS - 1):
+            await clock.pass_(part)
+        await clock.pass_(part - 0.1)
+        assert fleet.servers.workers.up == 1
         await clock.pass_(0.1)
-        assert (fleet.servers.up, replica.looks) == (0, 4)
-        assert caplog.messages == ["judge server 0: does not answer"]
+        assert (fleet.servers.workers.up, replica.looks, replica.restarts) == (0, 4, 0)
         assert fleet.servers.pending() == ["judge server 0 does not answer (for 0 s)"]
         # The look itself goes on, and says when it is there again.
         replica.there.set()
         await turns(50)
-        assert (fleet.servers.up, replica.looks, replica.ended) == (1, 4, False)
+        assert (fleet.servers.workers.up, replica.looks, replica.ended) == (1, 4, False)
         await clock.pass_(ADJUST_SECONDS)
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
         await clock.pass_(ADJUST_SECONDS - 0.1)
-        assert fleet.servers.numbers == [0]
+        assert fleet.numbers == [0]
         await clock.pass_(0.1)
-        assert fleet.servers.numbers == [0, 1]
+        assert fleet.numbers == [0, 1]
         assert [call.done() for call in calls] == [True, False]
         calls[1].cancel()
+
+
+async def test_one_that_does_not_answer_is_restarted_while_another_answers(caplog: pytest.LogCaptureFixture) -> None:
+    async with opened() as fleet:
+        await fleet.up(2)
+        fleet.servers.timeout_seconds = 0.0
+        await turns(50)
+        fleet.replicas[0].there.clear()
+        await until(lambda: fleet.replicas[0].restarts)
+        await until(lambda: fleet.servers.workers.up == 2)
+        assert caplog.messages == ["judge server 0 does not answer and is restarted"]
+        assert [replica.restarts for replica in fleet.replicas] == [1, 0]
 
 
 async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplog: pytest.LogCaptureFixture) -> None:
@@ -305,23 +333,23 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         (replica,) = fleet.replicas
         for seconds in (7, 8):
             fleet.now += seconds
-            replica.found = ServerStatus(server=None, doing="loads Qwen")
+            replica.found = "loads Qwen"
             await turns(50)
         assert fleet.servers.pending() == ["judge server 0 loads Qwen (for 8 s)"]
         replica.serve()
-        await until(lambda: fleet.servers.up)
+        await until(lambda: fleet.servers.workers.up)
         assert (fleet.servers.pending(), caplog.messages) == ([], [])
         fleet.now += 100
-        replica.found = ServerStatus(server=None, doing="loads Qwen, as the one before ended")
-        await until(lambda: not fleet.servers.up)
+        replica.found = "loads Qwen, as the one before ended"
+        await until(lambda: not fleet.servers.workers.up)
         fleet.now += 3
         await turns(50)
         assert fleet.servers.pending() == ["judge server 0 loads Qwen, as the one before ended (for 3 s)"]
-        assert caplog.messages == ["judge server 0: loads Qwen, as the one before ended"]
+        assert caplog.messages == ["judge server 0 cannot be reached: loads Qwen, as the one before ended"]
         replica.serve()
         lease = await outcome(fleet.servers.acquire())
         fleet.servers.release(lease.number, lost=True)
-        assert fleet.servers.pending() == ["judge server 0 could not be reached for a call (for 0 s)"]
+        assert fleet.servers.pending() == ["judge server 0 does not answer (for 0 s)"]
 
 
 async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
@@ -333,7 +361,7 @@ async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
         fleet.servers.release(held[0].number, lost=True)
         fleet.now += 9
         fleet.servers.release(held[1].number, lost=True)
-        assert fleet.servers.pending() == ["judge server 0 could not be reached for a call (for 9 s)"]
+        assert fleet.servers.pending() == ["judge server 0 does not answer (for 9 s)"]
 
 
 async def test_a_server_that_is_lost_is_named_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -346,7 +374,7 @@ async def test_a_server_that_is_lost_is_named_on_one_line(caplog: pytest.LogCapt
         with pytest.raises(JudgeUnavailable) as refusal:
             await outcome(waiting[2])
         assert str(refusal.value) == f"judge server: {said}"
-        assert caplog.messages == [f"judge server 0 is lost: {said}"]
+        assert caplog.messages == [f"judge server 0 is lost: {f'judge server: {said}'[:300]}"]
         assert (fleet.replicas[0].ended, fleet.servers.pending()) == (True, [])
         looks = fleet.replicas[0].looks
         # Calls that it had are made elsewhere by whoever made them.
@@ -361,19 +389,20 @@ async def test_servers_that_are_not_needed_and_those_of_a_closed_pool_are_looked
     caplog.set_level(logging.INFO)
     Fleet().servers.close()
     async with opened(replicas=1, max_replicas=2, calls_per_replica=1) as fleet:
-        assert caplog.messages == ["judge servers: 0 of 1 are up"]
+        assert caplog.messages == ["judge servers: 0 up, 1 requested, 0 calls in flight, 0 waiting"]
         await fleet.up(1)
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
         await until(lambda: len(fleet.replicas) == 2)
-        assert caplog.messages[1:] == ["judge servers: 1 of 2 are up"]
+        assert caplog.messages[1:] == ["judge servers: 1 up, 2 requested, 1 calls in flight, 1 waiting"]
         await fleet.up(2)
         for call in calls:
             fleet.servers.release((await outcome(call)).number)
         await turns(5)
         fleet.now += 60
-        await until(lambda: fleet.servers.numbers == [0])
-        assert caplog.messages[2:] == ["judge servers: 1 of 1 are up"]
+        await until(lambda: fleet.numbers == [0])
+        assert caplog.messages[2:] == ["judge servers: 1 up, 1 requested, 0 calls in flight, 0 waiting"]
         assert [replica.ended for replica in fleet.replicas] == [False, True]
+        await turns(5)
         looks = fleet.replicas[1].looks
         await turns(50)
         assert fleet.replicas[1].looks == looks
@@ -429,7 +458,7 @@ def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
     server = VllmJudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
     pids = set()
     for _ in range(STARTS):
-        assert server.look().server is None
+        assert isinstance(server.look(), str)
         pids.add(server.pid)
         assert server._child is not None
         server._child.wait(30)
@@ -445,7 +474,7 @@ def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch:
     server = VllmJudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
     server.look()
     now = 99.0
-    assert server.look().doing == "loads Qwen/Qwen3.6-27B"
+    assert server.look() == "loads Qwen/Qwen3.6-27B"
     now = 100.0
     with pytest.raises(JudgeUnavailable, match="did not answer within judge.local.start_timeout_seconds=100"):
         server.look()

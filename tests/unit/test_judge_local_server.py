@@ -14,8 +14,9 @@ import pytest
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine import openai_server
 from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import server as module
-from draco_ray.judging.local.server import STARTS, ServerStatus, VllmJudgeServer, serve_words
+from draco_ray.judging.local.server import STARTS, VllmJudgeServer, serve_words
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 METRICS = """\
@@ -108,7 +109,7 @@ class Watched:
         config = JudgeConfig.model_validate({"model": MODEL, "api_key_env": "ITS_KEY", "local": local})
         self.server = VllmJudgeServer(config, "127.0.0.1", self.log, lambda: self.now)
 
-    def look(self, later: float = 0.0) -> ServerStatus:
+    def look(self, later: float = 0.0) -> Server | str:
         self.now += later
         return self.server.look()
 
@@ -131,19 +132,18 @@ def test_it_loads_until_it_names_its_models_and_is_reached_with_its_own_key(
 ) -> None:
     monkeypatch.setenv("ITS_KEY", "the hosted judge's")
     assert watched.server.pid is None
-    assert watched.look() == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B")
-    assert watched.look(later=7) == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B")
+    assert watched.look() == "loads Qwen/Qwen3.6-27B"
+    assert watched.look(later=7) == "loads Qwen/Qwen3.6-27B"
     answers.loaded = True
     found = watched.look(later=1)
-    assert found.doing == "serves"
-    assert found.server is not None
-    assert found.server.api_base == f"http://127.0.0.1:{answers.server_address[1]}/v1"
-    assert answers.asked == [("/v1/models", f"Bearer {found.server.key}")] * 2
+    assert isinstance(found, Server)
+    assert found.api_base == f"http://127.0.0.1:{answers.server_address[1]}/v1"
+    assert answers.asked == [("/v1/models", f"Bearer {found.key}")] * 2
     environment = Path(f"/proc/{watched.server.pid}/environ").read_text(encoding="utf-8").split("\0")
-    assert f"VLLM_API_KEY={found.server.key}" in environment
+    assert f"VLLM_API_KEY={found.key}" in environment
     assert "OMP_NUM_THREADS=3" in environment
     assert not [each for each in environment if each.startswith("ITS_KEY=")]
-    assert len(found.server.key) >= 24
+    assert len(found.key) >= 24
     assert watched.look() == found
 
 
@@ -154,30 +154,27 @@ def test_one_that_makes_no_token_is_asked_for_one_and_replaced_if_it_makes_none(
     watched.look()
     watched.look()
     pid = watched.server.pid
-    assert watched.look(later=59).doing == "serves"
-    assert watched.look(later=0.5).doing == "serves"
+    assert isinstance(watched.look(later=59), Server)
+    assert isinstance(watched.look(later=0.5), Server)
     answers.tokens += 1
     # What it has read and written is more: the time begins anew.
-    assert watched.look(later=1).doing == "serves"
-    assert watched.look(later=59).doing == "serves"
+    assert isinstance(watched.look(later=1), Server)
+    assert isinstance(watched.look(later=59), Server)
     assert answers.completions == []
-    assert watched.look(later=1).doing == "serves"
+    assert isinstance(watched.look(later=1), Server)
     question = {"model": "Qwen/Qwen3.6-27B", "prompt": "OK", "max_tokens": 1}
     assert answers.completions == [question]
     # It has made that one, though nothing else was asked of it.
-    assert watched.look(later=59).doing == "serves"
+    assert isinstance(watched.look(later=59), Server)
     assert answers.completions == [question]
     assert watched.server.pid == pid
     answers.completes = answers.loaded = False
     again = watched.look(later=1)
-    assert again.server is None
-    assert again.doing == (
-        "loads Qwen/Qwen3.6-27B, because the previous server produced no token for 60 s, even when probed"
-    )
+    assert again == ("loads Qwen/Qwen3.6-27B, because the previous server produced no token for 60 s, even when probed")
     assert answers.completions == [question] * 2
     assert watched.server.pid not in (None, pid)
     # The new one loads as the first did, and has its own time for that.
-    assert watched.look(later=99).doing == "loads Qwen/Qwen3.6-27B"
+    assert watched.look(later=99) == "loads Qwen/Qwen3.6-27B"
 
 
 def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
@@ -190,12 +187,12 @@ def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
     answers.loaded = True
     watched.look()
     answers.go_on.clear()
-    assert watched.look().doing.startswith("loads")
+    assert str(watched.look()).startswith("loads")
     answers.go_on.set()
-    assert watched.look().doing == "serves"
+    assert isinstance(watched.look(), Server)
     answers.go_on.clear()
-    assert watched.look(later=0.05).doing == "serves"
-    assert watched.look(later=0.05).doing.startswith(
+    assert isinstance(watched.look(later=0.05), Server)
+    assert str(watched.look(later=0.05)).startswith(
         "loads Qwen/Qwen3.6-27B, because the previous server produced no token for 0.1 s"
     )
     assert [path for path, _ in answers.asked] == ["/v1/models"] * 2 + ["/metrics"] * 2 + ["/v1/completions"]
@@ -203,9 +200,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
 
 def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: Answers) -> None:
     fails, sleeps = ["sh", "-c", "printf '%s is the key %0300d\\n' $VLLM_API_KEY 0; exit 3"], watched.command
-    loads = ServerStatus(
-        server=None, doing="loads Qwen/Qwen3.6-27B, because the previous server ended with exit code 3"
-    )
+    loads = "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code 3"
     watched.command = fails
     watched.look()
     for command in [fails] * (STARTS - 2) + [sleeps]:
@@ -213,11 +208,11 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
         watched.command = command
         assert watched.look() == loads
     answers.loaded = True
-    assert watched.look().doing == "serves"
+    assert isinstance(watched.look(), Server)
     assert watched.server._child is not None
     watched.server._child.end()
     watched.command = fails
-    assert watched.look().doing == "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code -15"
+    assert watched.look() == "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code -15"
     for _ in range(STARTS - 1):
         watched.wait()
         assert watched.look() == loads

@@ -179,7 +179,7 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
     playing = [play(pool, rollout) for rollout in range(7)]
     await until(lambda: len(made[0].ends) == 2)
     assert pool.workers.elastic.waiting == 5
-    crew.workers.watched._adjust()
+    crew.workers.watched.adjust()
     # Two more: with six slots there are all that there may be.
     await until(lambda: [len(worker.ends) for worker in made] == [2, 2, 2, 0])
     assert (pool.workers.elastic.in_flight, pool.workers.elastic.waiting) == (6, 1)
@@ -187,7 +187,7 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
         for rollout in list(worker.ends):
             worker.finish(rollout)
     await until(lambda: pool.workers.elastic.in_flight == 3 and len(made[1].ends) == 3)
-    crew.workers.watched._adjust()
+    crew.workers.watched.adjust()
     # The one that waited has the place of one that ended; its worker is needed, the other is not.
     await until(lambda: [worker.killed for worker in made] == [False, False, True, False])
     assert made[2].stopped
@@ -197,7 +197,7 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
             if not end.done():
                 worker.finish(rollout)
     await asyncio.gather(*playing)
-    crew.workers.watched._adjust()
+    crew.workers.watched.adjust()
     await until(lambda: [worker.killed for worker in made] == [False, True, True, False])
     # At the end the last one goes, and not without having ended what it had started.
     await crew.workers.stop()
@@ -285,12 +285,12 @@ async def test_a_worker_that_loses_every_world_is_not_given_all_that_waits() -> 
     await until_played(3)
     assert len(sick.ends) == 1
     now = BACKOFF_SECONDS
-    crew.workers.watched._adjust()
+    crew.workers.watched.adjust()
     await until_played(3)
     assert len(sick.ends) == 2
     # The second rest in a row is longer.
     now = 2 * BACKOFF_SECONDS
-    crew.workers.watched._adjust()
+    crew.workers.watched.adjust()
     await until_played(2)
     assert len(sick.ends) == 2
     played = await asyncio.gather(*playing)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.actors import LEASE_GRACE_SECONDS, OPTIONS, NamedActor
 from draco_ray.judging.completion import Request
-from draco_ray.judging.endpoint import Borrowed
-from draco_ray.judging.local.server import ServerStatus, VllmJudgeServer
+from draco_ray.judging.endpoint import Borrowed, Server
+from draco_ray.judging.local.server import VllmJudgeServer
 from draco_ray.judging.local.servers import JudgeServers, Lease
 from draco_ray.judging.phases import urgency
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
-
-STOP_SECONDS = 30.0
 
 
 class JudgeServerActor:
@@ -33,34 +28,13 @@ class JudgeServerActor:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._server = VllmJudgeServer(config, ray.util.get_node_ip_address(), log)
 
-    def look(self) -> ServerStatus:
+    def look(self) -> Server | str:
         """See `VllmJudgeServer.look`."""
         return self._server.look()
 
     def end(self) -> None:
         """End the server."""
         self._server.end()
-
-
-class _Handle:
-    """A `draco_ray.judging.local.servers.Replica` in another process."""
-
-    def __init__(self, handle: Any) -> None:
-        self.handle = handle
-        self.ending: Any = None
-
-    async def look(self) -> ServerStatus:
-        try:
-            look: ServerStatus = await self.handle.look.remote()
-        except RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, JudgeUnavailable) else error) from None
-        return look
-
-    def end(self) -> None:
-        # End the server first, then the actor.
-        self.ending = self.handle.end.remote()
-        # No retries: Ray would report a failed retry, since the actor is gone.
-        self.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
 
 class JudgeServersActor(JudgeServers):
@@ -71,8 +45,8 @@ class JudgeServersActor(JudgeServers):
         local = config.local
         remote = ray.remote(JudgeServerActor)
 
-        def start(number: int) -> _Handle:
-            handle = remote.options(
+        def start(number: int) -> Any:
+            return remote.options(
                 name=f"JudgeServer-{number}@{run_name}",
                 num_gpus=local.gpus_per_replica,
                 num_cpus=local.cpus_per_replica,
@@ -80,10 +54,7 @@ class JudgeServersActor(JudgeServers):
                 max_restarts=-1,
                 max_task_retries=-1,
             ).remote(config, logs / f"judge-server-{number}.log")
-            self._handles.append(made := _Handle(handle))
-            return made
 
-        self._handles: list[_Handle] = []
         super().__init__(start, local, lease_seconds=config.request_timeout_seconds + LEASE_GRACE_SECONDS)
 
     async def ready(self) -> None:
@@ -93,13 +64,6 @@ class JudgeServersActor(JudgeServers):
             JudgeUnavailable: none comes up.
         """
         self.release((await self.acquire()).number)
-
-    async def stop(self) -> None:
-        """End all servers, and return when they have ended."""
-        self.close()
-        ending = [handle.ending for handle in self._handles if handle.ending is not None]
-        with suppress(RayError, TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*ending, return_exceptions=True), STOP_SECONDS)
 
 
 class ServersClient(NamedActor):

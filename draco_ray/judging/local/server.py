@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -96,16 +95,6 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
     return ["--reasoning-parser", "deepseek_r1"] if thinks else []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerStatus:
-    """Result of a health check."""
-
-    server: Server | None
-    """Address of the server; None while it loads."""
-    doing: str
-    """Description of its state."""
-
-
 class StallDetector:
     """Detects a hung server: no new token for a while, and none on request."""
 
@@ -152,8 +141,10 @@ class VllmJudgeServer:
         """Process id of the server, if there is one."""
         return None if self._child is None else self._child.pid
 
-    def look(self) -> ServerStatus:
+    def look(self) -> Server | str:
         """Check the server, and start or restart it if needed; called regularly from one thread.
+
+        Returns: the server if it serves, otherwise what it does.
 
         Raises:
             JudgeUnavailable: it ended `STARTS` times in a row before it answered, or did not answer in time.
@@ -174,7 +165,7 @@ class VllmJudgeServer:
             self._child.end()
             self._child = None
 
-    def _start(self, why: str = "") -> ServerStatus:
+    def _start(self, why: str = "") -> str:
         self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
         model = served_model(self._config.model)
         withheld = (self._config.key_variable,)
@@ -182,9 +173,9 @@ class VllmJudgeServer:
         words = serve_words(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
         self._began, self._stall = self._clock(), None
-        return ServerStatus(server=None, doing=f"loads {model}{why}")
+        return f"loads {model}{why}"
 
-    def _again(self, child: Child) -> ServerStatus:
+    def _again(self, child: Child) -> str:
         """Restart a server that has ended."""
         self._child = None
         why = f"ended with exit code {child.returncode}"
@@ -196,7 +187,7 @@ class VllmJudgeServer:
             )
         return self._start(f", because the previous server {why}")
 
-    def _loading(self) -> ServerStatus:
+    def _loading(self) -> Server | str:
         local, model = self._config.local, served_model(self._config.model)
         with self._client(LOOK_SECONDS) as client:
             names = openai_server.served_names(client)
@@ -205,14 +196,14 @@ class VllmJudgeServer:
             self._stall, self._failures = StallDetector(local.stall_seconds, self._clock), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
-            return ServerStatus(server=None, doing=f"loads {model}")
+            return f"loads {model}"
         self.end()
         raise JudgeUnavailable(
             f"the judge's vLLM server of {model} did not answer within judge.local.start_timeout_seconds="
             f"{local.start_timeout_seconds:g}; see {self._log}"
         )
 
-    def _watched(self, stall: StallDetector) -> ServerStatus:
+    def _watched(self, stall: StallDetector) -> Server | str:
         if stall.suspected(self._tokens()):
             if not self._answers():
                 self.end()
@@ -223,8 +214,8 @@ class VllmJudgeServer:
             stall.cleared()
         return self._serving()
 
-    def _serving(self) -> ServerStatus:
-        return ServerStatus(server=Server(api_base=f"{self._base}/v1", key=self._key), doing="serves")
+    def _serving(self) -> Server:
+        return Server(api_base=f"{self._base}/v1", key=self._key)
 
     def _tokens(self) -> float | None:
         with contextlib.suppress(httpx.HTTPError), self._client(LOOK_SECONDS) as client:
