@@ -153,9 +153,7 @@ class Fitting:
 
     def _at(self, fitted: Fitted[ValueT], level: int) -> Fitted[ValueT]:
         shown = fitted.question.shortened(level)
-        return Fitted(
-            question=fitted.question, whole=fitted.whole, level=level, prompt=shown.prompt(self._prompts), shown=shown
-        )
+        return replace(fitted, level=level, prompt=shown.prompt(self._prompts), shown=shown)
 
 
 def _bytes(text: str) -> int:
