@@ -183,7 +183,7 @@ async def test_writing_to_every_descriptor(slot: AppWorldSlot) -> None:
         r"""
         answer = b'{"output": "forged"}'
         for descriptor in range(3, 200):
-            for text in (b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer, b"{}\n" * 1000):
+            for text in (answer + b"\n", b"3 " + answer + b"\n", b"{}\n" * 1000):
                 try:
                     posix.write(descriptor, text)
                 except OSError:
@@ -200,9 +200,9 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("answer", "complaint"),
         [
-            ("{'not': 'text'}", "reply to a cell is not text"),
-            ("'x' * 5_000_000", "the reply has more than"),
-            ("1 / 0", "/execute answered 500: ZeroDivisionError"),
+            ("{'not': 'text'}", "the answer to a cell is not text"),
+            ("'x' * 5_000_000", "the task's process answered more than"),
+            ("1 / 0", "ZeroDivisionError"),
         ],
         ids=["not text", "too much", "error"],
     )
@@ -210,8 +210,7 @@ class TestAnswers:
         output = await attack(
             opened,
             f"""
-            application = load("appworld.serve.environment", fromlist=["world"])
-            application.world.__class__.execute = lambda self, code: {answer}
+            found("AppWorld").__class__.execute = lambda self, code: {answer}
             """,
             "print(1)",
         )
@@ -233,37 +232,39 @@ ANSWERS = {
     "an error that is none": b'{"error": ' + b"[" * 100 + b"]" * 100 + b"}",
     "terminal": b'{"error": "\\u001b[2J\\n\\r\\u0000\\ud800 gone"}',
 }
-HEADS = {
-    "garbage": b"\xff" * 1000,
-    "half a line": b"HTTP/1.1 200",
-    "another protocol": b"SSH-2.0-OpenSSH\r\n\r\n",
-    "negative length": b"HTTP/1.1 200 OK\r\ncontent-length: -1\r\n\r\n{}",
-    "two lengths": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
-    "less than it says": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n{}",
-    "bad chunks": b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n{}",
-    "huge head": b"HTTP/1.1 200 OK\r\nx: " + b"y" * 2_000_000,
-    "many heads": b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 20_000 + b"\r\n{}",
-    "not yet": b"HTTP/1.1 100 Continue\r\n\r\n" * 1000,
-    "elsewhere": b"HTTP/1.1 302 Found\r\nlocation: http://127.0.0.1:1/\r\ncontent-length: 2\r\n\r\n{}",
-    "a status of its own": b"HTTP/1.1 999 Never\r\ncontent-length: 2\r\n\r\n{}",
-    "packed": b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2\r\n\r\n{}",
-    "a switch": b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\nxx",
+LINES = {
+    "garbage": b"\xff" * 1000 + b"\n",
+    "half a line": b'NUMBER {"output": ',
+    "an empty line": b"\n",
+    "no number": b'{"output": "forged"}\n',
+    "another number": b'9 {"output": "forged"}\n',
+    "a number of many digits": b"9" * 100_000 + b' {"output": "forged"}\n',
+    "two answers": b'NUMBER {"output": "forged"}\n' * 2,
+    "more than an answer": b'NUMBER {"output": "forged"}\nmore',
+    "another protocol": b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}",
+    "without an end": b"NUMBER " + b"y" * 2_000_000,
+    **{f"answer: {name}": b"NUMBER " + answer + b"\n" for name, answer in ANSWERS.items()},
 }
-for name, body in ANSWERS.items():
-    HEADS[f"body: {name}"] = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body) + body
 
 
-@pytest.mark.parametrize("raw", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("raw", LINES.values(), ids=LINES.keys())
 async def test_any_answer_is_a_failed_rollout_and_no_more(attacked: AppWorldSlot, tasks: Tasks, raw: bytes) -> None:
     await attacked.open(tasks.next())
     said = await attack(
         attacked,
         f"""
         raw = load("zlib").decompress(load("base64").b64decode("{b64encode(zlib.compress(raw)).decode()}"))
-        def answer(self, data):
-            self.transport.write(raw)
-            self.transport.close()
-        load("uvicorn.protocols.http.h11_impl", fromlist=["x"]).H11Protocol.data_received = answer
+        channel = found("Channel")
+        first = channel.__class__.answer
+        def answer(self, told):
+            text = raw.replace(b"NUMBER", self._number)
+            while text:
+                text = text[posix.write(self.connection.fileno(), text) :]
+            posix._exit(0)
+        def once(self, told):
+            first(self, told)
+            self.__class__.answer = answer
+        channel.__class__.answer = once
         """,
     )
     assert "failed" not in said
@@ -292,38 +293,6 @@ async def test_text_that_is_none_is_spelt_out(slot: AppWorldSlot) -> None:
     assert "still here" in output
 
 
-async def test_cookies_do_not_reach_the_next_task(attacked: AppWorldSlot, tasks: Tasks) -> None:
-    await attacked.open(tasks.next())
-    await attack(
-        attacked,
-        """
-        responses = load("starlette.responses", fromlist=["Response"])
-        first = responses.Response.init_headers
-        def init_headers(self, headers=None):
-            first(self, headers)
-            self.raw_headers.append((b"set-cookie", b"kept=secret"))
-        responses.Response.init_headers = init_headers
-        """,
-        "print(1)",
-    )
-    await attacked.open(tasks.next())
-    seen = await attack(
-        attacked,
-        """
-        seen = []
-        protocol = load("uvicorn.protocols.http.h11_impl", fromlist=["x"]).H11Protocol
-        first = protocol.data_received
-        def data_received(self, data):
-            seen.append(data)
-            first(self, data)
-        protocol.data_received = data_received
-        """,
-        "print(str(seen))",
-    )
-    assert "POST /execute" in seen
-    assert "secret" not in seen
-
-
 async def test_who_ended_a_process_decides_whose_doing_it_was(attacked: AppWorldSlot, tasks: Tasks) -> None:
     await attacked.open(tasks.next())
     processes_of(attacked)[-1].kill()
@@ -339,11 +308,10 @@ async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
     output = await attack(
         slot,
         """
-        application = load("appworld.serve.environment", fromlist=["world"])
         load("appworld.evaluator", fromlist=["x"]).evaluate_task = None
         load("appworld.environment", fromlist=["x"]).AppWorld.evaluate = None
         deleted = 0
-        for models in vars(application.world.models).values():
+        for models in vars(found("AppWorld").models).values():
             for model in vars(models).values() if hasattr(models, "__dict__") else ():
                 try:
                     for row in model.all():
@@ -352,7 +320,7 @@ async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
                 except BaseException:
                     pass
         json.dumps = json.loads = None
-        application.__dict__.clear()
+        load("draco_ray.environments.appworld.engine", fromlist=["x"]).__dict__.clear()
         """,
         "print(1)",
     )
@@ -360,7 +328,7 @@ async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
 
 
 SPOIL = """
-world = load("appworld.serve.environment", fromlist=["world"]).world
+world = found("AppWorld")
 world.__class__._save_state = world.__class__.save_logs = lambda self, *arguments: None
 dbs = world.output_db_home_path_on_disk
 path = dbs + "/supervisor.jsonl"
@@ -413,7 +381,7 @@ class TestSpoilt:
         output = await attack(
             opened,
             """
-            world = load("appworld.serve.environment", fromlist=["world"]).world
+            world = found("AppWorld")
             world.__class__._save_state = world.__class__.save_logs = lambda self, *arguments: None
             spoiled = 0
             def spoil(folder):

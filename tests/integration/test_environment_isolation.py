@@ -434,7 +434,7 @@ class TestHang:
                     pass
             """,
         )
-        assert f"CRASHED environment hung: task {slot.task.task_id}: /execute took longer than 3 s" in output
+        assert f"CRASHED environment hung: task {slot.task.task_id}: the cell took longer than 3 s" in output
         assert slot.pid is None
         await check_next_task_runs_clean(slot, tasks)
         await slot.close()

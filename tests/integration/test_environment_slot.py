@@ -140,7 +140,7 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(root: 
         with pytest.raises(WorldError, match="blind was started without ground truth and cannot evaluate"):
             await blind.evaluate()
         # The server refuses too, should the slot ever ask.
-        answer = await blind._order("evaluate", task_id)
+        answer = await blind._ask(task_id, {}, begin="evaluate")
         assert answer["error"] == "this slot was started without ground truth"
         await seeing.open(task_id)
         with pytest.raises(WorldError, match="cannot be evaluated"):
@@ -306,7 +306,7 @@ asyncio.run(main())
         assert [parent.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
         processes = psutil.Process(parent.pid).children(recursive=True)
         assert len(processes) >= 6
-        assert len(list(folder.glob("*/*/*/http"))) == 2
+        assert len(list(folder.glob("*/*/*/stderr"))) == 2
         os.kill(parent.pid, signal.SIGKILL)
         parent.wait()
         assert psutil.wait_procs(processes, timeout=600)[1] == []

@@ -35,6 +35,9 @@ def read(path):
     data = posix.read(file, 100000)
     posix.close(file)
     return data
+
+def found(kind):
+    return [each for each in load("gc").get_objects() if type(each).__name__ == kind][0]
 """
 
 

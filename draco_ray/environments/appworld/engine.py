@@ -1,4 +1,4 @@
-"""AppWorld inside a slot's processes: load it once, serve one task, evaluate in a separate process.
+"""AppWorld inside a slot's processes: load it once, play one task, read and evaluate its world in separate processes.
 
 Runs in the jail with AppWorld's Python.
 """
@@ -12,12 +12,12 @@ import importlib
 import io
 import os
 import shutil
-import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from draco_ray.environments.appworld.saved_world import UnusableWorld, apply_changes, write_saved
+from draco_ray.environments.appworld.saved_world import UnusableWorld, apply_changes, read_saved, write_saved
+from draco_ray.environments.jail.fork_server import Channel
 
 EXPERIMENT = "slot"
 """AppWorld's experiment name, part of the folder in which a task's state is saved."""
@@ -79,16 +79,10 @@ def cut_with_mark(text: str, limit: int) -> str:
 def prepare(output_bytes: int) -> None:
     """Import what tasks need, so that forks share it, and limit what they can print."""
     gc.disable()  # everything imported stays; collecting would take 20 % of the time
-    import uvicorn.lifespan.off
-    import uvicorn.loops.asyncio
-    import uvicorn.protocols.http.h11_impl  # noqa: F401
     from appworld.api_docs import prepare_api_docs
     from appworld.apps import build_main_app, get_all_apps
     from appworld.collections.api_docs import ApiDocCollection
     from appworld.environment import AppWorld
-    from appworld.serve.environment import app
-    from fastapi import Request
-    from fastapi.responses import JSONResponse
     from freezegun import freeze_time
     from sqlalchemy.orm import configure_mappers
 
@@ -130,26 +124,33 @@ def prepare(output_bytes: int) -> None:
 
     AppWorld.execute = execute_bounded
 
-    async def describe(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, status_code=500)
-
-    app.add_exception_handler(Exception, describe)
     # Freeze all objects: otherwise a collection in a fork writes to the shared pages and thereby copies them. Skipping
     # a collection before this leaves 2 % garbage and saves a second.
     gc.freeze()
     gc.enable()
 
 
-def serve(listener: socket.socket) -> None:
-    """Answer AppWorld's HTTP protocol on ``listener`` until killed."""
-    import uvicorn
-    from appworld.serve.environment import app
+def play(task_id: str, channel: Channel) -> None:
+    """Open a task, and run the cells of model-written code that the host sends."""
+    from appworld.environment import AppWorld
 
+    settings = channel.receive() or {}
+    try:
+        # Only the evaluator, a separate process, loads ground truth.
+        world = AppWorld(task_id=task_id, experiment_name=EXPERIMENT, load_ground_truth=False, **settings)
+    except Exception as error:
+        channel.answer({"error": _said(error)})
+        return
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
-    config = uvicorn.Config(app, http="h11", loop="asyncio", lifespan="off", access_log=False, log_config=None)
-    uvicorn.Server(config).run(sockets=[listener])
+    channel.answer({"instruction": world.task.instruction})
+    while (order := channel.receive()) is not None:
+        try:
+            answer = {"output": world.execute(order["code"])}
+        except BaseException as error:
+            answer = {"error": _said(error)}
+        channel.answer(answer)
 
 
 def saved_folder(task_id: str) -> str:
@@ -159,29 +160,39 @@ def saved_folder(task_id: str) -> str:
     return os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
 
 
-def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]], None]) -> None:
+def save(task_id: str, channel: Channel) -> None:
+    """Read the world that AppWorld saved, after the process that ran its code has ended."""
+    channel.receive()
+    channel.answer({})
+    channel.receive()
+    try:
+        channel.answer({"saved": read_saved(saved_folder(task_id))})
+    except UnusableWorld as error:
+        channel.answer({"unusable": str(error)})
+
+
+def judge(task_id: str, channel: Channel) -> None:
     """Have AppWorld evaluate a saved world in a process that never ran its code.
 
-    Args:
-        task_id: the world's task. Its ground truth is readable; the world's files are not written here yet.
-        files: the saved world by name (`saved_world.read_saved`).
-        tell: called with ``{"tests", "difficulty"}`` once everything except the world is loaded, and then with
-            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has no report. If the task or its
-            ground truth cannot be loaded, `tell` is only called with ``{"error"}``.
+    The first answer is ``{"tests", "difficulty"}`` once everything except the world is loaded, or ``{"error"}`` if the
+    task or its ground truth cannot be loaded. The next order has the saved world by name (`saved_world.read_saved`) in
+    ``files``; its answer is ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has no report.
     """
     from appworld import evaluator
     from appworld.apps import model_lib
     from appworld.common.path_store import path_store
 
+    channel.receive()
     load, began = evaluator.Task.load, False
 
     def load_task(**arguments: Any) -> Any:
         nonlocal began
         task = load(**arguments)
         task.ground_truth.evaluation_module()
-        tell({"tests": len(task.ground_truth.test_data), "difficulty": task.ground_truth.metadata["difficulty"]})
+        tests, difficulty = len(task.ground_truth.test_data), task.ground_truth.metadata["difficulty"]
+        channel.answer({"tests": tests, "difficulty": difficulty})
         began = True
-        write_saved(files, saved_folder(task_id))
+        write_saved((channel.receive() or {})["files"], saved_folder(task_id))
         return task
 
     evaluator.Task = SimpleNamespace(load=load_task)
@@ -192,10 +203,14 @@ def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]
         report = tracker.to_dict(stats_only=False)
         for failure in report["failures"]:
             del failure["trace"]
-        tell({"verdict": report})
+        channel.answer({"verdict": report})
     except Exception as error:
-        reason = str(error) if isinstance(error, UnusableWorld) else f"{type(error).__name__}: {error}"
-        tell({"unusable" if began else "error": reason[:2000]})
+        reason = str(error) if isinstance(error, UnusableWorld) else _said(error)
+        channel.answer({"unusable" if began else "error": reason[:2000]})
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:2000]
 
 
 def _apply_checked(read: Callable[..., list[Any]], begins: str, connection: Any, path: str | None) -> list[Any]:

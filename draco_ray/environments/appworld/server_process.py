@@ -1,31 +1,29 @@
-"""The slot's side of a `world_server`: the process, two sockets and a private folder."""
+"""The slot's side of a `world_server`: the process, its sockets and a private folder."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
-import logging
 import math
 import os
+import signal
 import socket
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
-import httpx
 import psutil
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.template_process import TemplateProcess
-from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, MOST_PROCESSES, SlotSpec
+from draco_ray.environments.appworld.world_server import MOST_PROCESSES, SlotSpec
+from draco_ray.environments.jail.fork_client import ForkClient
 from draco_ray.environments.jail.launch import SCRATCH_MIB, last_line
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.temp_dirs import remove_tree
-
-log = logging.getLogger(__name__)
 
 _MOST_PROCESSES = 2 * MOST_PROCESSES
 """Maximum number counted from outside, for hosts that do not enforce the limit above (root in a container)."""
@@ -35,67 +33,34 @@ _CPU_CELLS = 60
 _WATCH_SECONDS = 0.25
 _FAREWELL_SECONDS = 5.0
 _GONE_SECONDS = 10.0
-_LONGEST_ANSWER = MAX_EVALUATION_BYTES + (1 << 20)
-"""Maximum bytes of a line on the control socket."""
 _CREDENTIALS = struct.Struct("3i")
 
 
-class _Directory:
-    """A server's private folder, held open for a short socket path: Unix sockets allow at most 107 bytes."""
+class Ended(Exception):
+    """A task's process has ended, or said what it may not say."""
 
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-
-    @property
-    def socket_path(self) -> str:
-        return f"/proc/self/fd/{self._descriptor}/http"
-
-    def remove(self) -> None:
-        os.close(self._descriptor)
-        remove_tree(self.path)
+    def __init__(self, reason: str, *, own: bool) -> None:
+        """``own``: whether its code caused it; false if the server ended too, or it was killed from outside."""
+        super().__init__(reason)
+        self.own = own
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """How a task's process ended."""
-
-    reason: str
-    own: bool
-    """Whether the task's code caused it; false if the server ended too, or the process was killed from outside."""
-
-
-class ServerProcess:
-    """A running world server. Belongs to one event loop."""
+class ServerProcess(ForkClient):
+    """A running world server."""
 
     def __init__(
-        self,
-        template: TemplateProcess,
-        directory: _Directory,
-        process: psutil.Process,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        max_memory_mib: float,
+        self, template: TemplateProcess, spec: SlotSpec, process: psutil.Process, control: socket.socket
     ) -> None:
+        super().__init__(control)
         self.level = template.level
         self._tasks_can_fork = not template.system_calls_refused
-        self._directory = directory
+        self._spec = spec
         self._process = process
-        self._reader = reader
-        self._writer = writer
-        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
-        self._exited: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
-        self._listening = asyncio.ensure_future(self._listen())
-        self.ending = asyncio.ensure_future(self._watch(max_memory_mib))
-        """How the task's process has ended, once it has."""
-        self._http = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(
-                uds=directory.socket_path, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
-            ),
-            base_url="http://world",
-            timeout=None,
-            trust_env=False,
-        )
+        self.excess = ""
+        """Which limit the task's process exceeded, so that this server was ended."""
+        self._cpu_seconds = 0
+        self._what = ""
+        self._watching = asyncio.ensure_future(self._watch())
 
     @classmethod
     async def start(cls, template: TemplateProcess, config: EnvironmentConfig, *, evaluate: bool) -> ServerProcess:
@@ -103,33 +68,31 @@ class ServerProcess:
 
         Raises: EnvironmentCrashed: it failed; quotes the process's message.
         """
-        directory = _Directory(tempfile.mkdtemp(prefix="slot-", dir=template.directory))
         spec = SlotSpec(
-            directory=directory.path,
+            directory=tempfile.mkdtemp(prefix="slot-", dir=template.directory),
             evaluate=evaluate,
             memory_mib=config.max_memory_mib,
             cpu_seconds=math.ceil(_CPU_CELLS * config.cell_timeout_seconds),
             # An evaluation usually takes a second or two; the slot waits twice as long as this limit.
             evaluate_cpu_seconds=math.ceil(config.start_timeout_seconds / 2),
         )
-        control, their_control = socket.socketpair()
+        control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             # The first message carries the sender's process id in this namespace.
             control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             control.setblocking(False)
             with their_control:
-                _fork(template, spec, their_control, directory.socket_path)
+                _fork(template, spec, their_control)
             pid = await _hello(control, config.start_timeout_seconds)
-            streams = await asyncio.open_connection(sock=control, limit=_LONGEST_ANSWER)
-            return cls(template, directory, psutil.Process(pid), *streams, config.max_memory_mib)
+            return cls(template, spec, psutil.Process(pid), control)
         except (OSError, EOFError, psutil.Error, TimeoutError) as error:
             control.close()
-            reason = f"{type(error).__name__}: {error}; {last_line(directory.path)}"
-            directory.remove()
+            reason = f"{type(error).__name__}: {error}; {last_line(spec.directory)}"
+            remove_tree(spec.directory)
             raise EnvironmentCrashed(f"the world server did not start: {reason}") from error
         except BaseException:
             control.close()
-            directory.remove()
+            remove_tree(spec.directory)
             raise
 
     @property
@@ -137,51 +100,68 @@ class ServerProcess:
         """Id of the outermost process."""
         return self._process.pid
 
-    async def order(self, do: str, task_id: str, files: Mapping[str, str]) -> dict[str, Any]:
-        """Send the server an order; ``files``: a saved world's files. Raises: EOFError: the server ended."""
-        self._writer.write(json.dumps({"do": do, "task_id": task_id, "files": dict(files)}).encode() + b"\n")
-        await self._writer.drain()
-        answer = await self._answers.get()
-        if answer is None:
-            raise EOFError
+    async def begin(self, role: str, task_id: str, seconds: float) -> None:
+        """End the previous process and start another (`world_server.ROLES`). Raises: TimeoutError, Ended."""
+        self.hang_up()
+        plays = role == "task"
+        self._cpu_seconds = self._spec.cpu_seconds if plays else self._spec.evaluate_cpu_seconds
+        self._what = f"the {'task' if plays else 'evaluator'}'s process"
+        try:
+            await self.order(f"{role} {task_id}", seconds, fork=True)
+        except TimeoutError:
+            raise
+        except OSError:
+            raise self._dead() from None
+
+    async def ask(self, order: Mapping[str, Any], seconds: float, most_bytes: int) -> dict[str, Any]:
+        """Send the process an order. Returns: its answer of at most ``most_bytes``. Raises: TimeoutError, Ended."""
+        try:
+            answer = json.loads(await self.exchange(order, seconds, most_bytes))
+        except EOFError as error:
+            raise await self._ended(f"{self._what} {error}") from None
+        # Hostile code can answer anything, and reading it can fail in many ways.
+        except (ValueError, RecursionError) as error:
+            raise Ended(f"the answer cannot be read: {error}", own=True) from None
+        if not isinstance(answer, dict):
+            raise Ended("the answer is not a JSON object", own=True)
         return answer
 
-    async def post(self, path: str, body: dict[str, object], max_bytes: int) -> tuple[int, dict[str, Any]]:
-        """POST JSON to the task's process. Returns: status and answer.
+    async def _ended(self, reason: str) -> Ended:
+        """How the process ended, or ``reason`` if it has not."""
+        try:
+            status, cpu_seconds = await self.order("end", _GONE_SECONDS, fork=False)
+        except OSError:
+            return self._dead()
+        if status is None:
+            return Ended(reason, own=True)
+        # Its own code cannot send SIGKILL; the kernel does when it has used up its CPU time, and anybody else from
+        # outside: an operator, or the kernel when the machine runs out of memory.
+        killed = status == -signal.SIGKILL and cpu_seconds < self._cpu_seconds
+        return Ended(f"{self._what} died (status {status})", own=not killed)
 
-        Raises: ValueError: the answer is larger than ``max_bytes``, where reading stops, or not a JSON object.
-        """
-        received = bytearray()
-        async with self._http.stream("POST", path, json=body) as response:
-            async for chunk in response.aiter_raw():
-                received += chunk
-                if len(received) > max_bytes:
-                    raise ValueError(f"the reply has more than {max_bytes} bytes")
-        answer = json.loads(received)
-        if not isinstance(answer, dict):
-            raise ValueError("the reply is not a JSON object")
-        return response.status_code, answer
+    def _dead(self) -> Ended:
+        if self.excess:
+            return Ended(self.excess, own=True)
+        return Ended(f"the server died: {last_line(self._spec.directory)}", own=False)
 
-    async def _watch(self, max_memory_mib: float) -> Ending:
-        """Wait until the task's process ends, or end it if it exceeds its limits, also between cells."""
-        while True:
-            done, _ = await asyncio.wait({self._exited}, timeout=_WATCH_SECONDS)
-            if done:
-                return self._exited.result()
+    async def _watch(self) -> None:
+        """End the task's process if it exceeds its limits, also between cells."""
+        most = self._spec.memory_mib
+        while not self.excess:
+            await asyncio.sleep(_WATCH_SECONDS)
             # Finding children is slow: it reads every process of the machine. A process that cannot start others is
             # kept within its memory by its own limit.
             memory, processes = self._usage() if self._tasks_can_fork else (0.0, 0)
-            reason = None
-            if memory > max_memory_mib:
-                reason = f"its processes used {memory:.0f} MiB, more than environment.max_memory_mib={max_memory_mib}"
+            if memory > most:
+                self.excess = f"its processes used {memory:.0f} MiB, more than environment.max_memory_mib={most}"
             elif processes > _MOST_PROCESSES:
-                reason = f"it started {processes} processes, more than the {_MOST_PROCESSES} allowed"
+                self.excess = f"it started {processes} processes, more than the {_MOST_PROCESSES} allowed"
             # If scratch is mounted, this folder stays empty and the mounts limit the size.
-            elif not _small(self._directory.path):
-                reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or files that cannot be counted"
-            if reason is not None:
-                self._kill_tree()
-                return Ending(reason, own=True)
+            elif not _small(self._spec.directory):
+                self.excess = (
+                    f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or files that cannot be counted"
+                )
+        self._kill_tree()
 
     def _usage(self) -> tuple[float, int]:
         """(resident MiB, number) of all processes below the outermost one, which only waits."""
@@ -192,18 +172,11 @@ class ServerProcess:
                 count += 1
         return memory / (1 << 20), count
 
-    def complaint(self) -> str:
-        """The last line the server wrote to its log."""
-        return last_line(self._directory.path)
-
     async def kill(self) -> None:
         """End the server and all its descendants, and remove its folder."""
-        self._listening.cancel()
-        self.ending.cancel()
-        await asyncio.gather(self.ending, return_exceptions=True)
+        self._watching.cancel()
         # At the end of its orders the server kills all that it started, and then ends.
-        self._writer.transport.abort()
-        await self._http.aclose()
+        self.close()
         await asyncio.to_thread(self._clean_up)
 
     def _clean_up(self) -> None:
@@ -211,7 +184,7 @@ class ServerProcess:
             self._process.wait(_FAREWELL_SECONDS)
         except psutil.TimeoutExpired:
             psutil.wait_procs(self._kill_tree(), timeout=_GONE_SECONDS)
-        self._directory.remove()
+        remove_tree(self._spec.directory)
 
     def _kill_tree(self) -> list[psutil.Process]:
         # In a process namespace, killing the second process ends all others; elsewhere each must be killed.
@@ -227,32 +200,10 @@ class ServerProcess:
         except psutil.Error:
             return []
 
-    async def _listen(self) -> None:
-        try:
-            while line := await self._reader.readline():
-                self._hear(json.loads(line))
-        # A server that dies with an unread order resets the connection.
-        except (OSError, ValueError, RecursionError) as error:
-            log.debug("world server %d: %s", self.pid, error)
-        self._end(Ending("the server died", own=False))
-        self._answers.put_nowait(None)
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        if message["event"] == "exited":
-            self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
-            return
-        self._answers.put_nowait(message)
-
-    def _end(self, ending: Ending) -> None:
-        if not self._exited.done():
-            self._exited.set_result(ending)
-
-
-def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, socket_path: str) -> None:
-    with socket.socket(socket.AF_UNIX) as listener, open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
-        listener.bind(socket_path)
-        listener.listen(16)
-        template.fork(json.dumps(asdict(spec)), control, listener, stderr.fileno())
+def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket) -> None:
+    with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
+        template.fork(json.dumps(asdict(spec)), control, stderr.fileno())
 
 
 async def _hello(control: socket.socket, timeout_seconds: float) -> int:

@@ -1,10 +1,7 @@
 """An environment slot: the client of a server in a jail that plays one task, which is also the task's world.
 
-    slot ──control socket──► world server (has AppWorld loaded, runs no model code; a new one for every task)
-      └────HTTP, unix socket──► its fork for the current task (AppWorld's own application, model code)
-
-The HTTP side is `appworld.serve.environment:app`. Every request has its own connection, because the clock is frozen
-inside a task and the server would reset idle connections.
+slot ──control socket──► world server (has AppWorld loaded, runs no model code; a new one for every task)
+  └────socket──► its fork for the current task (AppWorld, model code)
 """
 
 from __future__ import annotations
@@ -13,17 +10,15 @@ import asyncio
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
-
-import httpx
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_task
-from draco_ray.environments.appworld.engine import EXPERIMENT, cut_with_mark, plain_text
+from draco_ray.environments.appworld.engine import cut_with_mark, plain_text
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.environments.appworld.server_process import Ending, ServerProcess
+from draco_ray.environments.appworld.server_process import Ended, ServerProcess
 from draco_ray.environments.appworld.template_process import TemplateKey, shared_template
+from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Task
@@ -31,7 +26,6 @@ from draco_ray.records import Task
 _SOFT_SHARE = 0.8
 """Share of the cell timeout at which AppWorld interrupts a cell with an error message. The full timeout is for code
 that cannot be interrupted."""
-_LAST_WORDS_SECONDS = 1.0
 _LONGEST_REASON = 500
 
 
@@ -97,22 +91,10 @@ class AppWorldSlot:
         task = load_task(self._root, task_id)
         await self.close()
         await self._start()
-        await self._order("task", task_id)
-        answer = await self._request(
-            "/initialize",
-            {
-                "task_id": task_id,
-                "experiment_name": EXPERIMENT,
-                # Only the evaluator, a separate process, loads ground truth.
-                "load_ground_truth": False,
-                "timeout_seconds": soft_cell_timeout(self._config),
-            },
-            task_id,
-            self._config.start_timeout_seconds,
-            own=False,
-        )
-        if not isinstance(answer, dict) or answer.get("instruction") != task.instruction:
-            await self._crash(task_id, "the server opened a different task than requested", own=False)
+        answer = await self._ask(task_id, {"timeout_seconds": soft_cell_timeout(self._config)}, begin="task")
+        if answer.get("instruction") != task.instruction:
+            reason = answer.get("error", "the server opened a different task than requested")
+            await self._crash(task_id, reason, own=False)
         self._task = task
         self._over = False
         return self
@@ -132,11 +114,10 @@ class AppWorldSlot:
             )
         # Source code must not have lone surrogates, but text copied from an API's result may.
         code = action.encode("utf-8", "replace").decode("utf-8")
-        output = await self._request(
-            "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
-        )
+        answer = await self._ask(task_id, {"code": code}, cell=True)
+        output = answer.get("output")
         if not isinstance(output, str):
-            await self._crash(task_id, "the server's reply to a cell is not text", own=True)
+            await self._crash(task_id, answer.get("error", "the answer to a cell is not text"), own=True)
         # Cut as `BoundedText` does, in case the task's code replaced `BoundedText`.
         return cut_with_mark(plain_text(output), self._config.max_output_bytes)
 
@@ -152,10 +133,9 @@ class AppWorldSlot:
         if not self._load_ground_truth:
             raise WorldError(f"environment {self._name} was started without ground truth and cannot evaluate {task_id}")
         self._over = True
-        answer = await self._order("save", task_id)
-        if "saved" not in answer:
-            return await self._no_verdict(task_id, answer)
-        return await self._evaluate(task_id, answer["saved"])
+        await self._ask(task_id, {}, begin="save")
+        answer = await self._ask(task_id, {})
+        return await self._evaluate(task_id, answer["saved"]) if "saved" in answer else _failed(answer)
 
     async def evaluate_saved(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
         """AppWorld's evaluation of a saved world of any task; an open task is closed.
@@ -171,9 +151,12 @@ class AppWorldSlot:
     async def _evaluate(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
         await self._end_server()
         await self._start()
-        answer = await self._order("evaluate", task_id, files)
+        began = await self._ask(task_id, {}, begin="evaluate")
+        if "error" in began:
+            raise WorldError(f"task {task_id} cannot be evaluated: {began['error']}")
+        answer = await self._ask(task_id, {"files": dict(files)})
         if "verdict" not in answer:
-            return await self._no_verdict(task_id, answer)
+            return _failed({**began, **answer})
         verdict = answer["verdict"]
         return WorldVerdict(
             success=bool(verdict["success"]),
@@ -184,15 +167,6 @@ class AppWorldSlot:
             # ``dbs/<app>.jsonl`` and ``logs/...``; their statements have been checked.
             saved=dict(files),
         )
-
-    async def _no_verdict(self, task_id: str, answer: Mapping[str, Any]) -> WorldVerdict:
-        if "killed" in answer:
-            await self._crash(task_id, answer["killed"], own=False)
-        if "error" in answer:
-            raise WorldError(f"task {task_id} cannot be evaluated: {answer['error']}")
-        unusable = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
-        tests, difficulty = answer.get("tests", 0), answer.get("difficulty")
-        return WorldVerdict(success=False, total_tests=tests, difficulty=difficulty, failures=(unusable,))
 
     async def close(self) -> None:
         """End the open task's server and everything in it. The slot can be used again."""
@@ -211,66 +185,52 @@ class AppWorldSlot:
         if server is not None:
             await server.kill()
 
-    async def _order(self, do: str, task_id: str, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
-        server = self._server
-        if server is None:
-            raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
-        try:
-            async with asyncio.timeout(self._config.start_timeout_seconds):
-                return await server.order(do, task_id, files)
-        except TimeoutError:
-            reason = f"the server did not answer {do!r} within {self._config.start_timeout_seconds:g} s"
-            await self._crash(task_id, reason, own=False)
-        except (OSError, ValueError, EOFError):
-            if server.ending.done() and server.ending.result().own:
-                await self._crash(task_id, server.ending.result().reason, own=True)
-            await self._crash(task_id, f"the server died: {server.complaint()}", own=False)
-        except asyncio.CancelledError:
-            await self._end_server()
-            raise
-
-    async def _request(self, path: str, body: dict[str, object], task_id: str, seconds: float, *, own: bool) -> Any:
-        """POST to the task's process. Returns: the ``output`` of its answer.
+    async def _ask(
+        self, task_id: str, order: Mapping[str, Any], *, begin: str = "", cell: bool = False
+    ) -> dict[str, Any]:
+        """Send a process an order and return its answer.
 
         Args:
-            own: whether this runs the policy's code, which is then responsible for what the process does and for its
-                end, unless it was ended from outside.
+            begin: role of a new process that gets the order (`world_server.ROLES`). It does not know yet what the
+                policy's code wrote, which is therefore not responsible for its end.
+            cell: whether the process runs the policy's code, which is then responsible for a hang too.
         """
-        server = self._server
+        config, server = self._config, self._server
         if server is None:
             raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
-        watch = server.ending
-        request = asyncio.ensure_future(server.post(path, body, 6 * self._config.max_output_bytes + (1 << 20)))
-        ending = Ending(f"{path} took longer than {seconds:g} s", own)
+        seconds = config.cell_timeout_seconds if cell else config.start_timeout_seconds
         try:
-            await asyncio.wait({request, watch}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if request.done():
-                status, answer = request.result()
-                if status == 200 and "output" in answer:
-                    return answer["output"]
-                ending = Ending(f"{path} answered {status}: {answer.get('error', answer)}", own)
-            elif watch.done():
-                ending = watch.result()
+            if begin:
+                await server.begin(begin, task_id, seconds)
+            return await server.ask(order, seconds, _longest(config) if cell else MAX_EVALUATION_BYTES)
         except asyncio.CancelledError:
-            # The cell is still running, so the server cannot be used again.
+            # The process is still busy, so the server cannot be used again.
             await self._end_server()
             raise
-        except (httpx.HTTPError, OSError) as error:
-            # If the process died, its end explains more than the broken connection and is reported a moment later.
-            ended, _ = await asyncio.wait({watch}, timeout=_LAST_WORDS_SECONDS)
-            ending = watch.result() if ended else Ending(f"{path}: {type(error).__name__}: {error}", own)
-        # Hostile code can answer anything, and reading it can fail in many ways.
-        except Exception as error:
-            ending = Ending(f"{path}: {type(error).__name__}: {error}", own)
-        finally:
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
-        return await self._crash(task_id, ending.reason, own=own and ending.own)
+        except TimeoutError:
+            reason, own = f"{'the cell' if cell else begin or 'the evaluation'} took longer than {seconds:g} s", cell
+        except Ended as ended:
+            reason, own = str(ended), bool(server.excess) if begin else ended.own
+            if own and not (begin or cell):
+                return {"unusable": reason}
+        return await self._crash(task_id, reason, own=own)
 
     async def _crash(self, task_id: str, reason: str, *, own: bool) -> NoReturn:
         await self._end_server()
         kind = WorldBroken if own else EnvironmentCrashed
         raise kind(f"environment {self._name}: task {task_id}: {one_line(reason)}")
+
+
+def _longest(config: EnvironmentConfig) -> int:
+    """Maximum bytes of the answer to a cell. JSON may need six bytes to encode one."""
+    return 6 * config.max_output_bytes + (1 << 20)
+
+
+def _failed(answer: Mapping[str, Any]) -> WorldVerdict:
+    """The verdict on a world that cannot be evaluated."""
+    reason = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
+    tests, difficulty = answer.get("tests", 0), answer.get("difficulty")
+    return WorldVerdict(success=False, total_tests=tests, difficulty=difficulty, failures=(reason,))
 
 
 def one_line(said: object) -> str:

@@ -118,12 +118,12 @@ class TemplateProcess:
         ended = select.select([self._control], [], [], 0)[0]
         return not ended and self._process.poll() is None
 
-    def fork(self, slot_spec: str, control: socket.socket, listener: socket.socket, stderr: int) -> None:
+    def fork(self, slot_spec: str, control: socket.socket, stderr: int) -> None:
         """Request a world server, which reports on its own control socket. Returns at once.
 
         Raises: OSError: the template ended.
         """
-        socket.send_fds(self._control, [slot_spec.encode()], [control.fileno(), listener.fileno(), stderr])
+        socket.send_fds(self._control, [slot_spec.encode()], [control.fileno(), stderr])
 
     def kill(self) -> None:
         """End the template and, if there are process namespaces, all servers it forked."""

@@ -4,10 +4,10 @@ Loading takes seconds and 250 MB; a fork takes milliseconds and copies only what
 model code: it is outside the namespaces of the servers it forks.
 
     slots ──control socket──► template ──fork──► world server of a slot ──fork──► process of its current task
-      └──────────────a control socket of its own──┘                └─HTTP, unix socket──┘
+      └──────────────a control socket of its own──┘
 
-Each message is an order: the slot's spec as JSON with three file descriptors, which are the server's control socket,
-the slot's HTTP socket and a log file. The template itself sends one message, ``{"event": "ready", …}``. It ends when
+Each message is an order: the slot's spec as JSON with two file descriptors, the server's control socket and a log file.
+The template itself sends one message, ``{"event": "ready", …}``. It ends when
 its socket is closed.
 """
 
@@ -51,7 +51,7 @@ class WorldTemplate:
         }
         self._control.send(json.dumps(ready).encode())
         while True:
-            order, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 3)
+            order, descriptors, _, _ = socket.recv_fds(self._control, _LARGEST_ORDER, 2)
             if not order:
                 return
             if os.fork() == 0:
@@ -59,7 +59,7 @@ class WorldTemplate:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _serve(self, slot: SlotSpec, control_fd: int, listen_fd: int, stderr: int) -> None:
+    def _serve(self, slot: SlotSpec, control_fd: int, stderr: int) -> None:
         status = 1
         try:
             self._control.close()
@@ -68,15 +68,14 @@ class WorldTemplate:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             linux.close_to_inspection()
-            control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listen_fd)
+            control = socket.socket(fileno=control_fd)
             if self._spec.mounts:
                 enter_own_namespaces(self._spec.scratch_mib)
-                control.sendall(b'{"event": "forked"}\n')
+                control.send(b"forked")
                 child = os.fork()
                 if child:
                     # The slot knows this process by its id; the server is its child and ends with it.
                     control.close()
-                    listener.close()
                     os.waitpid(child, 0)
                     os._exit(0)
                 linux.die_with_parent()
@@ -89,7 +88,7 @@ class WorldTemplate:
                 os.environ.update(environment(world, home, os.environ["PYTHONPATH"]))
                 tempfile.tempdir = None
                 os.chdir(world)
-                control.sendall(b'{"event": "forked"}\n')
+                control.send(b"forked")
             uids = self._spec.task_uids
             # Random, because templates do not know of each other; there are millions of user ids.
             uid = random.SystemRandom().randint(*uids) if uids else None
@@ -97,7 +96,6 @@ class WorldTemplate:
                 self._spec,
                 slot,
                 control,
-                listener,
                 scratch=scratch,
                 scratch_is_mounted=is_mounted,
                 task_uid=uid,

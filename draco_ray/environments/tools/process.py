@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail.confine import JailSpec
+from draco_ray.environments.jail.fork_client import ForkClient
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.environments.tools.functions import MAX_STATE_BYTES
 from draco_ray.environments.tools.options import McpServerOptions, ToolsOptions
@@ -41,8 +42,8 @@ _STATUS_SHARE = 0.05
 _FAREWELL_SECONDS = 5.0
 
 
-class ToolProcess:
-    """A running tool server and the process it forked last. Belongs to one event loop."""
+class ToolProcess(ForkClient):
+    """A running tool server and the process it forked last."""
 
     def __init__(
         self,
@@ -51,14 +52,12 @@ class ToolProcess:
         control: socket.socket,
         config: EnvironmentConfig,
     ) -> None:
+        super().__init__(control)
         self._process = process
         self._folder = folder
-        self._control = control
         self._config = config
         # JSON encodes a character with at most twelve bytes.
         self._longest = max(12 * config.max_output_bytes, MAX_STATE_BYTES) + (1 << 20)
-        self._channel: socket.socket | None = None
-        self._number = 0
         self.irregular = False
         """Whether something went wrong, so that this server starts no other task."""
 
@@ -121,11 +120,11 @@ class ToolProcess:
         with theirs:
             started = cls(launch(spec), folder, control, config)
         try:
-            started._send_channel()
-            answer = json.loads(await started._exchange(asdict(setup), config.start_timeout_seconds))
+            started.send_channel("setup")
+            seconds = config.start_timeout_seconds
+            answer = json.loads(await started.exchange(asdict(setup), seconds, started._longest))
         except TimeoutError:
             await started.kill()
-            seconds = config.start_timeout_seconds
             raise EnvironmentCrashed(f"the tools' server did not start within {seconds:g} s") from None
         except (EOFError, OSError):
             complaint = last_line(directory)
@@ -147,16 +146,16 @@ class ToolProcess:
 
         Raises: EnvironmentCrashed: the server is lost.
         """
-        await self._order(fork=True, seconds=self._config.start_timeout_seconds)
+        await self._ordered(self._config.start_timeout_seconds, fork=True)
 
     async def end(self) -> int | None:
         """End the last forked process and all it started; the server keeps running. Raises: as `fork`.
 
-        Returns: its status; None if there is none.
+        Returns: its status; None if there is none, or it was running until now.
         """
         if self._channel is None:
             return None
-        return await self._order(fork=False, seconds=self._config.start_timeout_seconds)
+        return await self._ordered(self._config.start_timeout_seconds, fork=False)
 
     @property
     def complaint(self) -> str:
@@ -171,9 +170,7 @@ class ToolProcess:
     async def kill(self) -> None:
         """End the server and everything it started, and remove its folder."""
         self.irregular = True
-        for each in (self._control, self._channel):
-            if each is not None:
-                each.close()
+        self.close()
         await asyncio.to_thread(self._kill)
 
     def _kill(self) -> None:
@@ -186,64 +183,15 @@ class ToolProcess:
         self._process.wait()
         self._folder.remove()
 
-    async def _order(self, *, fork: bool, seconds: float) -> int:
-        """Have the server end its process and, with ``fork``, start another. Returns: the ended process's status."""
-        loop, previous = asyncio.get_running_loop(), self._channel
-        self._channel = None
+    async def _ordered(self, seconds: float, *, fork: bool) -> int | None:
         try:
-            async with asyncio.timeout(seconds):
-                if fork:
-                    self._send_channel()
-                else:
-                    await loop.sock_sendall(self._control, b"end")
-                return int(await loop.sock_recv(self._control, 16))
+            status, _ = await self.order("fork" if fork else "end", seconds, fork=fork)
         except BaseException as error:
-            # An answer that comes late would be mistaken for the answer to the next order.
             self.irregular = True
-            if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError; no answer: ValueError.
+            if not isinstance(error, OSError):
                 raise
             raise EnvironmentCrashed(f"the tools' server has ended: {self.complaint}") from None
-        finally:
-            if previous is not None:
-                # Only now: a process that sees the end of its orders would end by itself.
-                previous.close()
-
-    def _send_channel(self) -> None:
-        self._channel, theirs = socket.socketpair()
-        self._channel.setblocking(False)
-        with theirs:
-            socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
-
-    async def _exchange(self, order: Mapping[str, Any], timeout_seconds: float) -> bytes:
-        """Send an order and receive its answer.
-
-        Raises: TimeoutError; EOFError, with the reason: the process ended, or sent anything but one answer.
-        """
-        loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
-        self._number += 1
-        number = b"%d " % self._number
-        line = number + json.dumps(order).encode() + b"\n"
-        try:
-            if channel is None:
-                raise ConnectionError
-            with contextlib.suppress(BlockingIOError):
-                if channel.recv(1):
-                    raise EOFError("sent unexpected output")
-                raise ConnectionError
-            async with asyncio.timeout(timeout_seconds):
-                await loop.sock_sendall(channel, line)
-                while not received.endswith(b"\n"):
-                    part = await loop.sock_recv(channel, 1 << 16)
-                    if not part:
-                        raise ConnectionError
-                    if len(received) > self._longest:
-                        raise EOFError(f"answered more than {self._longest} bytes")
-                    received += part
-        except ConnectionError:
-            raise EOFError("ended its process") from None
-        if not received.startswith(number) or received.index(b"\n") + 1 < len(received):
-            raise EOFError("sent unexpected output")
-        return bytes(received[len(number) :])
+        return status
 
 
 class FunctionProcess(ToolProcess):
@@ -270,7 +218,7 @@ class FunctionProcess(ToolProcess):
     async def end(self) -> int | None:
         """See `ToolProcess`; a process that had already ended is irregular."""
         status = await super().end()
-        self.irregular |= status not in (None, -signal.SIGKILL)
+        self.irregular |= status is not None
         return status
 
     async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
@@ -286,7 +234,7 @@ class FunctionProcess(ToolProcess):
     async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
         """`ask` that returns the answer unparsed."""
         try:
-            return await self._exchange(order, timeout_seconds)
+            return await self.exchange(order, timeout_seconds, self._longest)
         except TimeoutError:
             raise EnvironmentCrashed(
                 f"{what} could not be stopped after its time limit of {timeout_seconds:g} s"
@@ -294,7 +242,8 @@ class FunctionProcess(ToolProcess):
         except EOFError as error:
             reason = f"{what} {error}"
         with contextlib.suppress(EnvironmentCrashed):
-            reason += f" (status {await self._order(fork=False, seconds=_STATUS_SHARE * timeout_seconds)})"
+            status = await self._ordered(_STATUS_SHARE * timeout_seconds, fork=False)
+            reason += f" (status {status})" if status is not None else ""
         raise EnvironmentCrashed(reason)
 
 
@@ -321,18 +270,13 @@ class CommandProcess(ToolProcess):
 
     async def fork(self) -> None:
         """See `ToolProcess`."""
-        self._hang_up()
+        self.hang_up()
         await super().fork()
 
     async def end(self) -> int | None:
         """See `ToolProcess`."""
-        self._hang_up()
+        self.hang_up()
         return await super().end()
-
-    def _hang_up(self) -> None:
-        """Let the command end by itself."""
-        if self._channel is not None:
-            self._channel.close()
 
 
 def _words(server: McpServerOptions) -> tuple[list[str], list[str]]:

@@ -4,14 +4,8 @@ So no task sees what another task left in a module or in scratch, and no evaluat
 The server itself gets neither the policy's code nor any task. Tool processes are forked from it, so what only
 ``evaluate`` may know is not in their memory.
 
-The host sends orders over a control socket, one packet each, and waits for the answer:
-
-    host   b"fork", with a socket    end the current process and all that it started; fork one that serves the socket
-           b"end"                    only end the current process
-    server the exit status of the ended process (negative: its signal), 0 if there was none
-
-The host communicates with a process over the socket sent with b"fork"; the first socket sent is for the server itself.
-Orders and answers are lines: a number, a space, a JSON object. An answer has the number of its order:
+The host speaks with a forked process as `draco_ray.environments.jail.fork_server` describes; the first socket sent is
+for the server itself. Orders and answers:
 
     host   {"files": [...], ...}                      see `Setup`
            {"do": "reset", "task": {...}}
@@ -24,8 +18,7 @@ Orders and answers are lines: a number, a space, a JSON object. An answer has th
            {"state": ...} or {"failed": ...}
            {"evaluated": ...} or {"failed": ...}
 
-The policy's code, if it runs in a tool, can write to that socket too: the host does not trust what it reads there, and
-ends the process at the first unexpected line.
+The host ends a process at its first unexpected line.
 """
 
 from __future__ import annotations
@@ -38,16 +31,14 @@ import os
 import random
 import re
 import runpy
-import select
 import socket
 import sys
-import traceback
 from dataclasses import dataclass
-from io import BufferedRWPair
 from typing import Any, NoReturn
 
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, readable_in_place
+from draco_ray.environments.jail.fork_server import LONGEST_ORDER, Channel, ForkServer
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.environments.tools import functions
 from draco_ray.environments.tools.functions import Functions, UnusableTools
@@ -78,62 +69,41 @@ class Setup:
     """If not empty, each forked process runs this command, with the socket as standard input and output."""
 
 
-class ToolServer:
+class ToolServer(ForkServer):
     """Serves one slot."""
 
     def __init__(self, jail: JailSpec, setup: Setup, found: Functions, control: socket.socket) -> None:
+        super().__init__(control, _FAREWELL_SECONDS if setup.command else 0.0)
         self._jail = jail
         self._setup = setup
         self._functions = found
-        self._control = control
         # Random, because servers do not know of each other.
         self._uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
 
-    def run(self) -> None:
-        """Serve until the host closes the socket."""
-        child = 0
-        # The jail's caretaker process, which must not be ended.
-        caretaker = linux.children_of(os.getpid())
-        while True:
-            order, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
-            if child and self._setup.command:
-                _wait(child)
-            status = linux.end_descendants(caretaker).get(child, 0)
-            if not order:
-                return
-            self._clear_scratch()
-            child = self._fork(descriptors[0]) if descriptors else 0
-            self._control.send(str(os.waitstatus_to_exitcode(status)).encode())
-
-    def _fork(self, descriptor: int) -> int:
-        if child := os.fork():
-            os.close(descriptor)
-            return child
+    def begin(self, order: str, channel: Channel) -> None:
+        """Run the command, or answer orders with the tools."""
         if self._setup.command:
-            self._run_command(descriptor)
-        status = 1
-        try:
-            self._control.close()
-            self._confine()
-            self._serve(socket.socket(fileno=descriptor).makefile("rwb"))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
+            self._run_command(channel)
+        self._confine()
+        own = os.getpid()
+        while (asked := channel.receive()) is not None:
+            answer = self._answer(asked)
+            if os.getpid() != own:
+                # A process forked by a tool returned here; the original process answers the call.
+                return
+            channel.answer(answer)
 
-    def _run_command(self, descriptor: int) -> NoReturn:
+    def _run_command(self, channel: Channel) -> NoReturn:
         """Run the command in this process, which ends with it.
 
         A Python script is not executed anew: importing the package ``mcp`` takes seconds, and was done before the fork.
         """
         for standard in (0, 1):
-            os.dup2(descriptor, standard)
-        os.close(descriptor)
+            os.dup2(channel.connection.fileno(), standard)
+        channel.close()
         # Standard error tells of this process only.
         os.ftruncate(2, 0)
         os.lseek(2, 0, os.SEEK_SET)
-        self._control.close()
         self._confine()
         program, *arguments = self._setup.command
         if _is_script(self._setup.command):
@@ -145,16 +115,6 @@ class ToolServer:
             os.execv(program, [program, *arguments])
         except OSError as error:
             sys.exit(f"{program}: {error.strerror}")
-
-    def _serve(self, channel: BufferedRWPair) -> None:
-        own = os.getpid()
-        while line := channel.readline():
-            number, _, order = line.partition(b" ")
-            answer = self._answer(json.loads(order))
-            if os.getpid() != own:
-                # A process forked by a tool returned here; the original process answers the call.
-                return
-            _say(channel, number, answer)
 
     def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
         do, found, seconds = order["do"], self._functions, self._setup.hook_seconds
@@ -198,25 +158,14 @@ class ToolServer:
             readable = readable_in_place(jail, [])
             linux.reach_only(readable=readable, writable=(home, os.devnull), network=jail.network)
 
-    def _clear_scratch(self) -> None:
+    def clear(self) -> None:
+        """Empty the scratch folders."""
         if self._jail.mounts:
             for folder in SCRATCH_FOLDERS:
                 linux.unmount(folder)
                 linux.mount_tmpfs(folder, self._jail.scratch_mib, 0o1777)
         elif os.listdir(home := os.environ["HOME"]) and not remove_tree(home, itself=False, uid=self._uid):
             raise OSError(f"{home} cannot be emptied")
-
-
-def _wait(child: int) -> None:
-    """Wait up to `_FAREWELL_SECONDS` for a child to end."""
-    watched = os.pidfd_open(child)
-    select.select([watched], [], [], _FAREWELL_SECONDS)
-    os.close(watched)
-
-
-def _say(channel: BufferedRWPair, number: bytes, answer: dict[str, Any]) -> None:
-    channel.write(number + b" " + json.dumps(answer).encode() + b"\n")
-    channel.flush()
 
 
 def _prepare(command: list[str]) -> None:
@@ -241,20 +190,20 @@ def main() -> None:
     linux.adopt_orphans()
     jail = JailSpec.from_json(sys.argv[1])
     control = socket.socket(fileno=jail.control_fd)
-    _, descriptors, _, _ = socket.recv_fds(control, 16, 1)
+    _, descriptors, _, _ = socket.recv_fds(control, LONGEST_ORDER, 1)
     if not descriptors:
         return
-    with socket.socket(fileno=descriptors[0]) as own, own.makefile("rwb") as channel:
-        number, _, order = channel.readline().partition(b" ")
-        setup = Setup(**json.loads(order))
-        os.environ.update(setup.secrets)
-        _prepare(setup.command)
-        try:
-            found = functions.load(setup.files)
-        except UnusableTools as error:
-            _say(channel, number, {"unusable": str(error)})
-            return
-        _say(channel, number, {"tools": found.schemas, "hooks": sorted(found.hooks)})
+    channel = Channel(socket.socket(fileno=descriptors[0]))
+    setup = Setup(**channel.receive() or {})
+    os.environ.update(setup.secrets)
+    _prepare(setup.command)
+    try:
+        found = functions.load(setup.files)
+    except UnusableTools as error:
+        channel.answer({"unusable": str(error)})
+        return
+    channel.answer({"tools": found.schemas, "hooks": sorted(found.hooks)})
+    channel.close()
     ToolServer(jail, setup, found, control).run()
 
 
