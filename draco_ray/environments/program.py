@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,19 @@ class Ran:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How a program is started."""
+
+    words: list[str]
+    environment: dict[str, str]
+    """All of its variables."""
+    folder: Path
+    """Its working directory."""
+    lifeline: Path | None = None
+    """Path for the Unix socket by which a container is ended, see `_Lifeline`."""
+
+
 class _Tail:
     """Keeps the last bytes of a pipe and reads it continuously, so that no writer blocks."""
 
@@ -95,26 +108,15 @@ class _Tail:
 
 
 async def run_program(
-    words: Sequence[str],
-    *,
-    folder: Path,
-    environment: Mapping[str, str],
-    told: str,
-    seconds: float,
-    most_bytes: int,
-    until: asyncio.Future[None],
-    lifeline: Path | None = None,
+    command: Command, *, told: str, seconds: float, most_bytes: int, until: asyncio.Future[None] | None = None
 ) -> Ran:
     """Run a program in its own process group; when this returns, all processes that it started have ended.
 
     Args:
-        folder: its working directory.
-        environment: all of its variables.
         told: text for its standard input.
         seconds: time limit, wall clock.
         most_bytes: bytes to keep of each output stream.
         until: the program is ended when this future is done.
-        lifeline: path for the Unix socket by which a container is ended, see `_Lifeline`.
 
     Raises: OSError if it cannot be started.
     """
@@ -122,19 +124,19 @@ async def run_program(
     mark = secrets.token_hex(16)
     output, errors = _Tail(most_bytes), _Tail(most_bytes)
     exit_code: int | None = None
-    held = _Lifeline(lifeline) if lifeline is not None else None
+    held = _Lifeline(command.lifeline) if command.lifeline is not None else None
     try:
         with tempfile.TemporaryFile() as stdin:
             stdin.write(told.encode("utf-8", "replace"))
             stdin.seek(0)
             # Not asyncio's subprocess: this may run in the event loop of any thread, and starting is quick.
             process = subprocess.Popen(  # noqa: ASYNC220
-                list(words),
+                command.words,
                 stdin=stdin,
                 stdout=output.writing,
                 stderr=errors.writing,
-                cwd=folder,
-                env={**environment, MARK: mark},
+                cwd=command.folder,
+                env={**command.environment, MARK: mark},
                 start_new_session=True,
                 preexec_fn=linux.die_with_parent,
             )
@@ -179,7 +181,7 @@ class _Lifeline:
         # A container that is still being started finds no socket, and ends.
         self._listening.close()
         if client.poll() is None:
-            await _ended(client, _GONE_SECONDS, loop.create_future())
+            await _ended(client, _GONE_SECONDS, None)
 
 
 def unix_server(path: Path) -> socket.socket:
@@ -196,7 +198,7 @@ def unix_server(path: Path) -> socket.socket:
     return server
 
 
-async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None]) -> None:
+async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None] | None) -> None:
     """Wait until the process has ended, its time is up, or ``until`` is done."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
@@ -204,7 +206,7 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
     loop.add_reader(watched, gone.set)
     waiting: asyncio.Future[Any] = asyncio.ensure_future(gone.wait())
     try:
-        await asyncio.wait({waiting, until}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({waiting, until or waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
         loop.remove_reader(watched)

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.environments.base import Environment, WorldVerdict, checked_options, list_items
-from draco_ray.environments.program import run_program
+from draco_ray.environments.program import Command, run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
@@ -114,16 +114,13 @@ class HandIn:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
         task = environment.rows.row(task_id).told(ground_truth=True)
         told = {"task": task, "output": self._output or "", "workspace": str(self._folder)}
-        never: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        words = _words(environment.options.evaluator)
         try:
             ran = await run_program(
-                _words(environment.options.evaluator),
-                folder=environment.data.root,
-                environment=os.environ,
+                Command(words=words, environment=dict(os.environ), folder=environment.data.root),
                 told=json.dumps(told, ensure_ascii=False),
                 seconds=environment.options.evaluator_seconds,
                 most_bytes=100_000,
-                until=never,
             )
         except OSError as error:
             raise EnvironmentCrashed(f"task {task_id}: the evaluator cannot be started: {error}") from error

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +36,7 @@ from draco_ray.environments.jail.launch import (
     not_offered,
 )
 from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
-from draco_ray.environments.program import PASSED, Ran, passed_environment, run_program
+from draco_ray.environments.program import PASSED, Command, Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
 from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
 from draco_ray.environments.tools.rows import Row
@@ -100,17 +100,6 @@ class WorkspaceOptions(TasksOptions):
     """Size limit of the workspace in MiB; home and /tmp, which are in memory, have the same limit each."""
     processes: int = Field(512, ge=1)
     """Maximum number of processes and threads of a rollout."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """How a program is started in its jail."""
-
-    words: list[str]
-    environment: dict[str, str]
-    folder: Path
-    lifeline: Path | None = None
-    """See `run_program`."""
 
 
 class WorkspaceEnvironment(TasksEnvironment):
@@ -229,16 +218,7 @@ class Workspace(HandIn):
         """Run a shell command in the workspace."""
         mapped = {_TESTS: str(tests)} if tests is not None else {}
         started = self.command(["/bin/sh", "-c", command], passed_environment(()), level=level, mapped=mapped)
-        return await run_program(
-            started.words,
-            folder=started.folder,
-            environment=started.environment,
-            told="",
-            seconds=self._options.command_seconds,
-            most_bytes=_OUTPUT_BYTES,
-            until=asyncio.get_running_loop().create_future(),
-            lifeline=started.lifeline,
-        )
+        return await run_program(started, told="", seconds=self._options.command_seconds, most_bytes=_OUTPUT_BYTES)
 
     def command(
         self,

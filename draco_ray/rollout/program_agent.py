@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from draco_ray.config.schema import AgentConfig, Tree
 from draco_ray.environments.base import World
 from draco_ray.environments.jail.program import ENDPOINT
-from draco_ray.environments.program import Ran, passed_environment, run_program
+from draco_ray.environments.program import Command, Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
-from draco_ray.environments.workspace import Command, Workspace
+from draco_ray.environments.workspace import Workspace
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
@@ -181,16 +181,12 @@ class ProgramAgent:
             with PrivateTempDir() as scratch:
                 async with shared_endpoint().serving(episode, tools) as base_url:
                     variables = self._environment(scratch, task, prompt, episode.key, base_url)
-                    started = self._command(workspace, variables, told)
                     ran = await run_program(
-                        started.words,
-                        folder=started.folder,
-                        environment=started.environment,
+                        self._command(workspace, variables, told),
                         told=told,
                         seconds=self._config.timeout_seconds,
                         most_bytes=self._config.max_output_characters,
                         until=episode.failed,
-                        lifeline=started.lifeline,
                     )
         except OSError as error:
             kind = ConfigError if error.errno in _NO_PROGRAM else EnvironmentCrashed
