@@ -85,9 +85,9 @@ def sockets():
 def asked():
     # The number of the order that this process is carrying out.
     frame = sys._getframe()
-    while "number" not in frame.f_locals or type(frame.f_locals["number"]) is not bytes:
+    while "channel" not in frame.f_locals:
         frame = frame.f_back
-    return int(frame.f_locals["number"])
+    return int(frame.f_locals["channel"]._number)
 
 def say(*messages, raw=b"", number=None):
     number = number or asked()
