@@ -60,7 +60,7 @@ from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.metrics import step_metrics, step_spans
-from draco_ray.training.progress import RunObserver, StepProgress, StepWatch
+from draco_ray.training.progress import RunObserver, StepProgress
 from draco_ray.workers.elastic import fixed_workers
 
 GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15
@@ -280,10 +280,10 @@ class Bench:
         self.judges = MeasuredJudges(judge, JudgeConfig(workers=1, max_workers=1, concurrency_per_worker=SLOTS))
         self._advantages = start_advantage_computer(config.algorithm, name)
         self.store = start_run_store(run.path, name)
-        progress = StepProgress(Console(quiet=True))
-        self._watch = StepWatch(progress, RunObserver(config, run.path))
+        self._progress = StepProgress(Console(quiet=True))
+        watch = RunObserver(config, run.path).group
         self.pipeline = Pipeline(
-            config.algorithm, self.rollouts, self.judges, self._advantages, self.store, watch=self._watch
+            config.algorithm, self.rollouts, self.judges, self._advantages, self.store, watch=watch
         )
 
     async def step(
@@ -296,7 +296,7 @@ class Bench:
         self.rollouts.sizes = self.judges.sizes = sizes
         prompt = (Message(role="system", content="Act."),)
         groups = [Group(step=step, index=index, task_id=f"t{index}_1", prompt=prompt) for index in range(prompts)]
-        self._watch.begin(f"step {step}", groups, GROUP)
+        self._progress.start(f"step {step}", groups, len(groups) * GROUP)
 
         async def work(group: Group) -> None:
             await asyncio.sleep(group.index * self._every)

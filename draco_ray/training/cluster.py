@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -32,6 +32,7 @@ from draco_ray.interruption import handler_kept
 from draco_ray.judging.outage import span
 from draco_ray.placement import beside_the_driver
 from draco_ray.training.preflight import SUBMITTED
+from draco_ray.training.progress import shown
 from draco_ray.training.sizes import address_of
 
 log = logging.getLogger(__name__)
@@ -41,8 +42,8 @@ Bundle = tuple[float, float]
 Resources = Mapping[str, float]
 CHECK_SECONDS = 5.0
 """Interval between two checks of the free resources."""
-SLOW_SECONDS, LOG_SECONDS = 10.0, 60.0
-"""Seconds before the first line on what the run waits for, if it can be quick, and between two lines."""
+LOG_SECONDS = 60.0
+"""Interval between two lines on what the run waits for."""
 ROUNDING = 1e-6
 """Tolerance of comparisons: Ray counts resources in ten-thousandths, and sums of floats are off by less than this."""
 STATUS_TIMEOUT_SECONDS = 5
@@ -422,7 +423,7 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
     address = address_of(config)
     try:
         doing = f"joining the Ray cluster at {address}" if address else "starting Ray"
-        with handler_kept(signal.SIGTERM), _said_if_slow(doing, console):
+        with handler_kept(signal.SIGTERM), shown(console or Console(quiet=True), doing):
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
@@ -467,32 +468,6 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
         wait_for_start_lock(config, console)
         wait_for_room(config, console, autoscaled=autoscaled)
     return dict(ray.cluster_resources())
-
-
-@contextlib.contextmanager
-def _said_if_slow(what: str, console: Console | None) -> Iterator[None]:
-    """Print a line after `SLOW_SECONDS`, then one each `LOG_SECONDS`, in a thread, because Ray's calls block this one.
-
-    A terminal has a live line instead.
-    """
-    if console is None or console.is_terminal:
-        yield
-        return
-    began, ended = time.monotonic(), threading.Event()
-
-    def say() -> None:
-        wait = SLOW_SECONDS
-        while not ended.wait(wait):
-            console.print(f"{what}, for {span(time.monotonic() - began)}")
-            wait = LOG_SECONDS
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def start_ray(console: Console | None = None, **options: Any) -> None:

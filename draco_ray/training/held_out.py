@@ -86,7 +86,7 @@ class BeforeAfter(HeldOutTasks):
         config = self.config
         tasks, runs = self.tasks(), config.train.evaluation_runs
         workers = self.actors.evaluation_workers()
-        self.progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
+        self.progress.start(f"evaluating {config.data.eval_split}", rollouts=len(tasks) * runs)
         try:
             pool = self.actors.pool(workers)
             store = self.actors.store
@@ -214,7 +214,7 @@ class JudgedBeforeAfter(HeldOutTasks):
         prompts = self.prompts([task.task_id for task in tasks])
         # This needs no ground truth, so it uses the training workers, which are idle now.
         pool = self.actors.pool(self.actors.workers)
-        self.progress.start(f"judging {split}", 0, len(tasks) * runs)
+        self.progress.start(f"judging {split}", rollouts=len(tasks) * runs)
         try:
             found = await asyncio.gather(
                 *(self._task(pool, step, index, task, prompts[task.task_id]) for index, task in enumerate(tasks))

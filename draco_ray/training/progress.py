@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,8 @@ from draco_ray.training.watchdog import Pending
 
 LOOK_SECONDS = 1.0
 """Interval between two checks of the judge, and of whether a line is due."""
+SLOW_SECONDS = 10.0
+"""Interval of the lines on a start that blocks the driver, if the output is not a terminal."""
 STAGES = {
     "rollout": "generating",
     "judge's ": "judging",
@@ -80,30 +83,32 @@ class StepProgress:
         self._live: Live | None = None
         self._title = ""
         self._note = ""
-        self._groups: dict[str, Group] = {}
+        self._groups: Sequence[Group] = ()
+        self._ended = threading.Event()
         self._begun = self._said = clock()
-        self._rollouts = self._of_rollouts = self._of_groups = 0
+        self._rollouts = self._of_rollouts = 0
 
-    def start(self, title: str, groups: int = 0, rollouts: int = 0) -> None:
+    def start(self, title: str, groups: Sequence[Group] = (), rollouts: int = 0) -> None:
         """Begin a step or another long operation.
 
         Args:
             title: its name.
-            groups: number of groups.
+            groups: of a step; their progress is read whenever the line is shown.
             rollouts: number of rollouts of all groups; 0: counts are not shown.
         """
-        self._title, self._note, self._groups = title, "", {}
+        self._end()
+        self._title, self._note, self._groups = title, "", groups
         self._begun = self._said = self._clock()
-        self._rollouts, self._of_rollouts, self._of_groups = 0, rollouts, groups
-        if self._console.is_terminal and self._live is None:
+        self._rollouts, self._of_rollouts = 0, rollouts
+        if self._console.is_terminal:
             self._live = Live(
                 console=self._console, transient=True, refresh_per_second=4, get_renderable=self._renderable
             )
             self._live.start()
-
-    def update(self, group: Group) -> None:
-        """Update the state of a group."""
-        self._groups[group.name] = group
+        elif self._heartbeat is not None:
+            self._ended = threading.Event()
+            # A thread, because starting Ray blocks the driver's thread.
+            threading.Thread(target=self._beat, args=(self._ended,), daemon=True).start()
 
     def advance(self) -> None:
         """Count a rollout that belongs to no group."""
@@ -119,13 +124,12 @@ class StepProgress:
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:
             return " · ".join(filter(None, [head, doing]))
-        # A copy, because the live line is rendered in another thread.
-        groups = list(self._groups.values())
+        groups = self._groups
         judged = sum(len(each.phases) for each in groups)
         counts = [
             f"{self._rollouts + sum(len(each.rollouts) for each in groups)}/{self._of_rollouts} rollouts",
             f"{judged} judge phases" if judged else "",
-            f"{sum(map(_done, groups))}/{self._of_groups} groups" if self._of_groups else "",
+            f"{sum(map(_done, groups))}/{len(groups)} groups" if groups else "",
         ]
         parts = [part for part in (head, doing, *counts) if part]
         # The most important parts come first.
@@ -141,20 +145,23 @@ class StepProgress:
         self._said = now
         return self.line()
 
-    async def beat(self, look_seconds: float = LOOK_SECONDS) -> None:
-        """Print the line whenever it is due, until cancelled; for the log of a job."""
-        while True:
-            await asyncio.sleep(look_seconds)
+    def stop(self) -> None:
+        """End the live line."""
+        self._end()
+        self._title = ""
+
+    def _beat(self, ended: threading.Event) -> None:
+        """Print the line whenever it is due; for the log of a job."""
+        while not ended.wait(LOOK_SECONDS):
             if (line := self.due()) is not None:
                 self._console.print(f"in progress: {line}")
 
-    def stop(self) -> None:
-        """End the live line."""
+    def _end(self) -> None:
+        self._ended.set()
         # Clear the attribute first, because an interrupt may call this method a second time.
         live, self._live = self._live, None
         if live is not None:
             live.stop()
-        self._title = ""
 
     def _renderable(self) -> Text:
         width = self._console.width
@@ -163,8 +170,8 @@ class StepProgress:
 
 @contextlib.contextmanager
 def shown(console: Console, title: str) -> Iterator[None]:
-    """Show a live line with a clock while the block runs."""
-    progress = StepProgress(console)
+    """Show a line with a clock while the block runs; elsewhere than on a terminal, every `SLOW_SECONDS`."""
+    progress = StepProgress(console, heartbeat_seconds=SLOW_SECONDS)
     progress.start(title)
     try:
         yield
@@ -308,7 +315,6 @@ class RunObserver:
         """Record a finished step's metrics line."""
         self._last_step = line
         self._metrics.step(line)
-        self._seen.clear()
         log.info("step finished in %.1fs, reward %s", line["seconds"], line["reward"], extra={"step": line["step"]})
         self._track(line["step"], scalars(line))
 
@@ -377,24 +383,3 @@ class RunObserver:
             (catalogue.ENGINE_PREEMPTIONS, "preemptions"),
         ):
             self._metrics.count(metric, growth(before, now, name), engine=engine)
-
-
-class StepWatch:
-    """Shows and records the groups of the current step; the pipeline calls it at every change."""
-
-    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
-        self._progress, self._observer = progress, observer
-        self._step = 0
-
-    def __call__(self, group: Group) -> None:
-        """Update a group. Groups of later steps are updated when their step begins."""
-        if group.step == self._step:
-            self._progress.update(group)
-            self._observer.group(group)
-
-    def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
-        """Begin a step."""
-        self._progress.start(title, len(groups), len(groups) * group_size)
-        self._step = groups[0].step
-        for group in groups:
-            self(group)

@@ -47,7 +47,7 @@ from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
-from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, shown, watch_judge
+from draco_ray.training.progress import RunObserver, StepProgress, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
@@ -411,8 +411,7 @@ async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> N
 @contextlib.contextmanager
 def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator[None]:
     """Run Ray during the block; ``console`` shows that it is starting."""
-    with contextlib.nullcontext() if console is None else shown(console, "starting Ray"):
-        connect(config, console=console)
+    connect(config, console=console)
     try:
         yield
     finally:
@@ -525,7 +524,6 @@ async def training_session(
         progress = StepProgress(console, pending, heartbeat_seconds=config.watch.heartbeat_seconds)
         parts.callback(progress.stop)
         progress.start("starting")
-        await parts.enter_async_context(_beside(progress.beat()))
         observer = RunObserver(config, run.path, spent=spent_dollars(run), done=start.step)
         parts.callback(observer.close)
         learner = find_learner(config.learner.use)(
@@ -554,7 +552,7 @@ async def training_session(
                     await weights.publish(start.step)
 
         await started(begin(), config, pending, console)
-        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer)
+        pool = actors.pool(actors.workers)
         observer.watch_pools(pool, actors.judges)
         observer.watch_engines(actors.fleet)
         pipeline = Pipeline(
@@ -567,7 +565,7 @@ async def training_session(
             carried={} if config.algorithm.rubric_visits is None else carried_rubrics(run, start.step + 1),
             held_out=None if config.judge.held_out is None else HeldOutJudge(config.judge, actors.judges, actors.store),
             seed=config.seed,
-            watch=watch,
+            watch=observer.group,
             wait=pending.of,
         )
         recorded = RecordedRollouts(
@@ -588,7 +586,7 @@ async def training_session(
             weights=weights,
             store=actors.store,
             observer=observer,
-            watch=watch,
+            progress=progress,
             run=run,
             console=console,
             pending=pending,

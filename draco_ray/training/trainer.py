@@ -48,7 +48,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.metrics import held_out_metrics, step_metrics, step_spans, update_metrics
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.progress import RunObserver, StepWatch, step_line
+from draco_ray.training.progress import RunObserver, StepProgress, step_line
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
 from draco_ray.workers.tasks import gather_or_cancel
 
@@ -558,8 +558,8 @@ class Trainer:
     """The run store's actor."""
     observer: RunObserver
     """Gets the metrics of each step."""
-    watch: StepWatch
-    """Gets the events of each group."""
+    progress: StepProgress
+    """Shows the groups of the current step."""
     run: RunDirectory
     """Where checkpoints are written."""
     console: Console
@@ -612,7 +612,8 @@ class Trainer:
             await self._written()
         with self.pending.of("the run store"):
             batch = await self.batches.take(step)
-        self.watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
+        rollouts = len(batch.groups) * config.algorithm.group_size
+        self.progress.start(f"step {step}/{last}", batch.groups, rollouts)
         try:
             if self.weights.proven:
                 with self.pending.of("the run store"):

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.training import cluster
+from draco_ray.training import progress
 from draco_ray.training.cluster import START_ATTEMPTS, connect, start_ray
 
 
@@ -48,7 +48,7 @@ def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_n
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [([], "starting Ray, for "), (["ray.address=a:1"], "joining the Ray cluster at a:1, for ")],
+    [([], "in progress: starting Ray 0:0"), (["ray.address=a:1"], "in progress: joining the Ray cluster at a:1 0:0")],
 )
 def test_a_job_log_says_that_ray_takes_long_to_start_and_that_it_still_does(
     monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
@@ -61,17 +61,16 @@ def test_a_job_log_says_that_ray_takes_long_to_start_and_that_it_still_does(
         raise Exception("no")
 
     monkeypatch.setattr(ray, "init", init)
-    monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.0)
-    monkeypatch.setattr(cluster, "LOG_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
     with patch.dict(os.environ), pytest.raises(ClusterError, match="no"):
         connect(load_config("sandbox", words), console=Console(file=text, width=200))
     assert all(line.startswith(said) for line in text.getvalue().splitlines())
-    # Whoever answers at once is not spoken of, and a terminal has a live line.
-    monkeypatch.setattr(cluster, "SLOW_SECONDS", 60.0)
+    # Whoever answers at once is not spoken of.
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 60.0)
     monkeypatch.setattr(ray, "init", lambda **given: sys.exit(1))
-    for console in (Console(file=(quiet := io.StringIO())), Console(file=quiet, force_terminal=True)):
-        with patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
-            connect(load_config("sandbox", words), console=console)
+    with patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
+        connect(load_config("sandbox", words), console=Console(file=(quiet := io.StringIO())))
     assert not quiet.getvalue()
 
 

@@ -19,7 +19,7 @@ from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import check_resources
-from draco_ray.training.progress import StepProgress, StepWatch
+from draco_ray.training.progress import StepProgress
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from tests.unit.test_training_metrics import an_update
 
@@ -142,7 +142,7 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         weights=WeightSync(learner, fleet, advantages, tolerance=1.0, moved=True, canary=canary),
         store=store,
         observer=observer,
-        watch=StepWatch(StepProgress(console), observer),
+        progress=StepProgress(console),
         run=RunDirectory.create(tmp_path / "run", ""),
         console=console,
     )

@@ -31,7 +31,7 @@ from draco_ray.records import Adapter, TrainingSample
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.advantage_computer import AdvantageComputerActor
-from draco_ray.training.progress import StepProgress, StepWatch
+from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import rewind
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
 from tests.support.killed import Killed
@@ -164,7 +164,7 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
         weights=WeightSync(learner, fleet, advantages, tolerance=config.engine.canary_tolerance, moved=False),
         store=handle,
         observer=observer,
-        watch=StepWatch(StepProgress(console), observer),
+        progress=StepProgress(console),
         run=run,
         console=console,
     )

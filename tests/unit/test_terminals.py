@@ -132,7 +132,7 @@ def test_progress_is_shown(encoding: str) -> None:
             main(["--help"])
         # Not a dumb one, which has no bar.
         progress = StepProgress(Console(force_terminal=True, _environ={"TERM": "xterm"}))
-        progress.start("step 1/2 – σ", 1, 2)
+        progress.start("step 1/2 – σ", rollouts=2)
         progress.advance()
         progress.stop()
         assert "step 1/2" in text()

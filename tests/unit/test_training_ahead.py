@@ -22,7 +22,7 @@ from draco_ray.engine.canary import CanaryReading
 from draco_ray.errors import LearnerError, RunStopped
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.progress import StepProgress, StepWatch
+from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
 from draco_ray.workers.elastic import fixed_workers
@@ -125,7 +125,7 @@ class Run:
             ),
             store=store,
             observer=observer,
-            watch=StepWatch(StepProgress(console), observer),
+            progress=StepProgress(console),
             run=RunDirectory.create(folder / "run", ""),
             console=console,
         )

@@ -14,6 +14,7 @@ from rich.console import Console
 from draco_ray.judging.outage import Pause
 from draco_ray.pipeline import Group
 from draco_ray.summaries import PhaseSummary
+from draco_ray.training import progress as progress_module
 from draco_ray.training.progress import STAGES, StepProgress, stage, watch_judge
 from draco_ray.training.run import _said_at_once
 from draco_ray.training.watchdog import Pending
@@ -42,7 +43,7 @@ async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
     text = io.StringIO()
     console = Console(file=text, width=200)
     progress = Noted(console)
-    progress.start("step 1/2", 1, 6)
+    progress.start("step 1/2", rollouts=6)
     watching = asyncio.create_task(watch_judge(pause, progress, console, 0.0))
     await over.wait()
     watching.cancel()
@@ -82,12 +83,12 @@ def group(task: str, rollouts: int, phases: int, *, done: bool = False) -> Group
 def test_the_counts_are_summed_over_groups_and_the_line_fits_60_columns() -> None:
     clock, pending = Clock(), Pending()
     progress = StepProgress(Console(file=io.StringIO()), pending, clock=clock)
-    progress.start("step 3/100", 8, 48)
+    groups = [group(task, 0, 0) for task in "abcdefgh"]
+    progress.start("step 3/100", groups, 48)
     assert progress.line() == "step 3/100 0:00 · 0/48 rollouts · 0/8 groups"
     clock.now += 42
     with pending.of("rollout", "a/1"):
-        progress.update(group("a", 6, 14, done=True))
-        progress.update(group("b", 3, 5))
+        groups[:2] = [group("a", 6, 14, done=True), group("b", 3, 5)]
         assert progress.line() == "step 3/100 0:42 · generating · 9/48 rollouts · 19 judge phases · 1/8 groups"
         assert len(progress.line(60)) <= 60
         assert progress.line(60).startswith("step 3/100 0:42 · generating · 9/48")
@@ -96,8 +97,7 @@ def test_the_counts_are_summed_over_groups_and_the_line_fits_60_columns() -> Non
         progress.note("judge unavailable: next try in 300 s, the run stops in 59 min 30 s")
         assert progress.line(60).startswith("step 3/100 0:42 · judge unavailable: next try in 300 s, ")
     progress.note("")
-    for number in range(8):
-        progress.update(group("abcdefgh"[number], 6, 14, done=True))
+    groups[:] = [group(task, 6, 14, done=True) for task in "abcdefgh"]
     assert "112 judge phases · 8/8 groups" in progress.line()
     # Nothing that a step of this size may show is wider.
     for phase in STAGES:
@@ -120,7 +120,7 @@ def test_a_job_log_gets_a_line_where_a_step_takes_long_and_none_beside_a_live_on
     clock = Clock()
     progress = StepProgress(Console(file=io.StringIO()), heartbeat_seconds=60.0, clock=clock)
     assert progress.due() is None
-    progress.start("step 1/2", 1, 6)
+    progress.start("step 1/2", [group("a", 0, 0)], 6)
     clock.now += 59
     assert progress.due() is None
     clock.now += 1
@@ -144,15 +144,15 @@ def test_a_job_log_gets_a_line_where_a_step_takes_long_and_none_beside_a_live_on
     assert "starting 0:0" in text.getvalue()
 
 
-async def test_the_line_of_a_job_log_is_printed() -> None:
+async def test_the_line_of_a_job_log_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
     text, clock = io.StringIO(), Clock()
+    monkeypatch.setattr(progress_module, "LOOK_SECONDS", 0.001)
     progress = StepProgress(Console(file=text, width=200), heartbeat_seconds=60.0, clock=clock)
-    progress.start("step [1]/2", 1, 6)
+    progress.start("step [1]/2", [group("a", 0, 0)], 6)
     clock.now += 61
-    beating = asyncio.create_task(progress.beat(0.0))
-    while not text.getvalue():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
+    while not text.getvalue():  # noqa: ASYNC110 (a thread prints it)
         await asyncio.sleep(0)
-    beating.cancel()
+    progress.stop()
     assert text.getvalue() == "in progress: step [1]/2 1:01 · 0/6 rollouts · 0/1 groups\n"
 
 

@@ -164,7 +164,7 @@ class RubricAuthor:
         """rollout ×8 ──► stage2 ×8 ──► union, for every task at the same time."""
         number = len(self._prompts)
         self._pool = self._actors.pool(self._actors.workers)
-        self._progress.start("rollouts of the untrained policy", number, number * self._settings.rollouts)
+        self._progress.start("rollouts of the untrained policy", rollouts=number * self._settings.rollouts)
         found = await asyncio.gather(
             *(self._task(index, task_id, prompt) for index, (task_id, prompt) in enumerate(self._prompts.items()))
         )
