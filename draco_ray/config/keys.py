@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,27 +40,41 @@ def subtree(field: FieldInfo) -> type[Tree] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, Tree) else None
 
 
-def dotted_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[str]:
-    """Every leaf key of the configuration, dotted, in order of declaration."""
-    for key, field in model.model_fields.items():
-        below = subtree(field)
-        if below is None:
-            yield prefix + key
+def leaves(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every leaf key of the configuration, dotted, with its field, in order of declaration."""
+    for name, field in model.model_fields.items():
+        if (below := subtree(field)) is None:
+            yield prefix + name, field
         else:
-            yield from dotted_keys(below, f"{prefix}{key}.")
+            yield from leaves(below, f"{prefix}{name}.")
 
 
-def described_keys(config: Tree, prefix: str = "") -> Iterator[Key]:
+def dotted_keys() -> list[str]:
+    """Every leaf key of the configuration, in order of declaration."""
+    return [key for key, _ in leaves()]
+
+
+def value_of(config: Tree, key: str) -> Any:
+    """The value of a dotted key."""
+    return functools.reduce(getattr, key.split("."), config)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "", by: str = ".") -> Iterator[tuple[str, Any]]:
+    """Keys of a nested mapping, joined by ``by``, and their values; an empty mapping is a value."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}{by}", by)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def described_keys(config: DracoConfig) -> Iterator[Key]:
     """The leaf keys of a configuration in order of declaration."""
-    for name, field in type(config).model_fields.items():
-        value = getattr(config, name)
-        if subtree(field) is not None:
-            yield from described_keys(value, f"{prefix}{name}.")
-            continue
+    for key, field in leaves():
         yield Key(
-            name=prefix + name,
+            name=key,
             kind=kind(field),
-            value=_yaml(value),
+            value=_yaml(value_of(config, key)),
             default=_yaml(field.get_default(call_default_factory=True)),
             meaning=" ".join((field.description or "").split()),
         )

@@ -13,7 +13,8 @@ import errno
 import functools
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,11 @@ import yaml
 from pydantic import ValidationError
 
 from draco_ray.config import plain_yaml
-from draco_ray.config.keys import dotted_keys, subtree
+from draco_ray.config.keys import dotted_keys, leaves, subtree, value_of
 from draco_ray.config.machine import cpu_values
 from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.plans import with_plan
-from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -89,8 +90,6 @@ def load_config(
     for layer in layers:
         _merge(tree, with_plan(layer.tree))
     tree = _with_paths(tree, "~/", Path(os.path.expanduser("~")))
-    if unknown := list(_unknown_keys(tree)):
-        raise ConfigError("; ".join(unknown))
     try:
         config = DracoConfig.model_validate(tree)
     except ValidationError as error:
@@ -229,15 +228,15 @@ def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mappi
         for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
             if _last(layers, key) > _last(layers, switch) or _node(typed, key) is not _ABSENT:
                 raise ConfigError(
-                    f"{key}={_leaf(config, key)} has no effect with {switch}=true; set {switch}=false or leave {key} "
-                    "out"
+                    f"{key}={value_of(config, key)} has no effect with {switch}=true; set {switch}=false or leave "
+                    f"{key} out"
                 )
 
 
 def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
     foreign: dict[str, Path] = {}
     for layer in layers:
-        for key, _ in confirmed_keys():
+        for key in confirmed_keys():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
             # Mappings are merged, so another user's mapping keeps its other keys.
@@ -245,24 +244,17 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
                 foreign.pop(key, None)
             if layer.theirs is not None:
                 foreign[key] = layer.theirs
-    default = DracoConfig()
-    marks = dict(confirmed_keys())
+    default, marks = DracoConfig(), confirmed_keys()
     named = {
         f"{key}={value}": path
         for key, path in foreign.items()
-        if (value := _leaf(config, key)) != _leaf(default, key) and marks[key] in str(value)
+        if (value := value_of(config, key)) != value_of(default, key) and marks[key] in str(value)
     }
     if named:
         raise ConfigError(
             f"{next(iter(named.values()))}: a run directory that somebody else made sets {', '.join(named)}; check "
             "these values, then set the keys yourself (KEY=VALUE) or add --trust"
         )
-
-
-def _leaf(config: Tree, key: str) -> Any:
-    for part in key.split("."):
-        config = getattr(config, part)
-    return config
 
 
 def _read_setting(name: str) -> dict[str, Any]:
@@ -293,34 +285,28 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     return tree
 
 
-def _check_values(node: Any, where: str) -> None:
+def _check_values(tree: Any, where: str) -> None:
     """Refuse values that no key allows or YAML cannot hold: inf, nan, NUL, lone surrogates, cycles, huge trees."""
-    sizes: dict[int, int] = {}
-
-    def size(node: Any, key: str, above: tuple[int, ...]) -> int:
-        """Number of values in a node; values repeated by YAML aliases are counted each time."""
-        if isinstance(node, float) and not math.isfinite(node):
-            raise ConfigError(f"config {where}{key}: expected a finite number, found {node}")
-        if isinstance(node, str):
-            try:
-                node.encode("utf-8")
-            except UnicodeEncodeError:
-                raise ConfigError(f"config {where}{key}: {node!a} is not valid UTF-8 text") from None
-            if "\0" in node:
-                raise ConfigError(f"config {where}{key}: {node[:100]!a} contains a NUL character, which is not allowed")
-        if not isinstance(node, dict | list):
-            return 1
-        if id(node) in above or len(above) > MAX_DEPTH:
-            raise ConfigError(f"config {where}{key}: contains itself, or is nested more than {MAX_DEPTH} levels deep")
-        if id(node) not in sizes:
+    seen, left = 0, [("", 0, tree)]
+    while left:
+        key, depth, node = left.pop()
+        seen += 1
+        # Values repeated by YAML aliases are counted each time.
+        if depth > MAX_DEPTH or seen > MAX_VALUES:
+            raise ConfigError(
+                f"config {where}{key}: contains itself, is nested more than {MAX_DEPTH} levels deep, or has more than "
+                f"{MAX_VALUES} values"
+            )
+        if isinstance(node, dict | list):
             items = node.items() if isinstance(node, dict) else enumerate(node)
-            below = [size(value, f"{key[:200]}: {name}", (*above, id(node))) for name, value in items]
-            sizes[id(node)] = 1 + sum(below)
-        if sizes[id(node)] > MAX_VALUES:
-            raise ConfigError(f"config {where}{key}: expected at most {MAX_VALUES} values")
-        return sizes[id(node)]
-
-    size(node, "", ())
+            left += [(f"{key[:200]}: {name}", depth + 1, value) for name, value in items]
+        elif isinstance(node, float) and not math.isfinite(node):
+            raise ConfigError(f"config {where}{key}: expected a finite number, found {node}")
+        elif isinstance(node, str) and re.search("[\0\ud800-\udfff]", node):
+            raise ConfigError(
+                f"config {where}{key}: {node[:100]!a} contains a NUL character or half of a character (a lone "
+                "surrogate), which is not allowed"
+            )
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -356,35 +342,19 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[tuple[str, str], ...]:
-    """Dotted keys that need confirmation if they come from another user's run directory, each with the text that marks
-    a value as needing it."""
-    keys: list[tuple[str, str]] = []
-    for name, field in model.model_fields.items():
-        if (below := subtree(field)) is not None:
-            keys += confirmed_keys(below, f"{prefix}{name}.")
-        elif isinstance(field.json_schema_extra, dict) and "confirmed" in field.json_schema_extra:
-            keys.append((prefix + name, str(field.json_schema_extra["confirmed"])))
-    return tuple(keys)
-
-
-def _unknown_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[str]:
-    """A message for each unknown key, and for each section that is not a mapping."""
-    for key, value in tree.items():
-        if key not in model.model_fields:
-            yield f"unknown config key {prefix}{key}{_nearest_key(prefix, key)}"
-        elif (below := subtree(model.model_fields[key])) is not None:
-            if isinstance(value, Mapping):
-                yield from _unknown_keys(value, below, f"{prefix}{key}.")
-            else:
-                yield f"config key {prefix}{key}: this is a section; expected keys below it, found {value!r}"
+def confirmed_keys() -> dict[str, str]:
+    """Dotted keys that need confirmation if they come from another user's run directory -> the text that marks a value
+    as needing it."""
+    marks = {key: field.json_schema_extra for key, field in leaves()}
+    return {
+        key: str(mark["confirmed"]) for key, mark in marks.items() if isinstance(mark, dict) and "confirmed" in mark
+    }
 
 
 def _nearest_key(prefix: str, key: str) -> str:
     """A hint with the most similar key: a sibling, else a similar leaf elsewhere in the tree."""
-    keys = list(dotted_keys()) + [name for name in DracoConfig.model_fields if subtree(DracoConfig.model_fields[name])]
+    keys = dotted_keys() + [name for name in DracoConfig.model_fields if subtree(DracoConfig.model_fields[name])]
     siblings = {name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)}
-    key = str(key)
     close = difflib.get_close_matches(key, sorted(siblings), n=1, cutoff=0.6)
     if close:
         return f"; did you mean {prefix}{close[0]}?"
@@ -402,5 +372,10 @@ def _describe(problem: Mapping[str, Any]) -> str:
     if not problem["loc"]:
         # The error concerns several keys, which the message names.
         return f"config: {problem['ctx']['error']}"
-    key = ".".join(str(part) for part in problem["loc"])
-    return f"config key {key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"
+    *above, name = map(str, problem["loc"])
+    prefix = "".join(f"{part}." for part in above)
+    if problem["type"] == "extra_forbidden":
+        return f"unknown config key {prefix}{name}{_nearest_key(prefix, name)}"
+    if problem["type"] == "model_type":
+        return f"config key {prefix}{name}: this is a section; expected keys below it, found {problem['input']!r}"
+    return f"config key {prefix}{name}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"

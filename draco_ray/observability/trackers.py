@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from draco_ray.config.keys import flat
 from draco_ray.config.origin import write_private
 from draco_ray.errors import ConfigError, first_line
 
@@ -30,18 +31,10 @@ PER_TASK = frozenset({"task_pass_rates"})
 """Mappings with one entry per task, which are left out because each entry would become a curve."""
 
 
-def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def scalars(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a metrics line, nested keys joined by ``/``, without nulls, texts, lists and `PER_TASK`."""
-    flat: dict[str, float] = {}
-    for key, value in line.items():
-        name = f"{prefix}{key}"
-        if key in PER_TASK:
-            continue
-        if isinstance(value, Mapping):
-            flat |= scalars(value, f"{name}/")
-        elif isinstance(value, int | float):
-            flat[name] = float(value)
-    return flat
+    curves = {key: value for key, value in line.items() if key not in PER_TASK}
+    return {name: float(value) for name, value in flat(curves, by="/") if isinstance(value, int | float)}
 
 
 def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) -> dict[str, Tracker]:

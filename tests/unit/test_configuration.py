@@ -110,9 +110,9 @@ def test_all_unknown_keys_are_named_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"modle": {"path": "x"}, "agent": {"promt": "x", "max_turn": 3}, "judge": "lean"})
     assert str(caught.value) == (
-        "unknown config key modle; did you mean model?; unknown config key agent.promt; did you mean agent.prompt?; "
-        "unknown config key agent.max_turn; did you mean agent.max_turns?; config key judge: this is a section; "
-        "expected keys below it, found 'lean'"
+        "unknown config key agent.promt; did you mean agent.prompt?; unknown config key agent.max_turn; did you mean "
+        "agent.max_turns?; config key judge: this is a section; expected keys below it, found 'lean'; unknown config "
+        "key modle; did you mean model?"
     )
 
 
