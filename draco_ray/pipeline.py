@@ -289,14 +289,13 @@ class Pipeline:
         """The settings without a rubric: the environment's evaluator, or random rewards."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
+        evaluations = None
         if self.config.reward == "outcome":
             evaluations = [member.evaluation for member in members]
             for number, verdict in zip(numbers, evaluations, strict=True):
                 self.keep.outcome.remote(group.step, number, verdict)
-            result = self.advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
-        else:
-            key = (self.seed, group.step, group.index)
-            result = self.advantages.from_noise.remote(group.name, numbers, trajectories, key)
+        key = (self.seed, group.step, group.index)
+        result = self.advantages.from_rewards.remote(group.name, numbers, trajectories, evaluations, key)
         return await self._credited(group, None, result)
 
     async def _credit(

@@ -244,7 +244,7 @@ class _Step:
         return group, None if samples is None else await samples
 
     def _pipeline(self, members: Mapping[int, Trajectory], store: LocalActor) -> Pipeline:
-        results = {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4}
+        results = {"from_verdicts": 4, "from_rewards": 4}
         return Pipeline(
             self._config.algorithm,
             PlayedRollouts(members, self._outcomes),  # type: ignore[arg-type]

@@ -18,7 +18,6 @@ from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
     Attribution,
     BoolArray,
-    FloatArray,
     GroupAdvantages,
     IntArray,
     Judged,
@@ -91,24 +90,36 @@ class AdvantageComputerActor:
         return self._finish(advantages, played, credit=self._rule.cites)
 
     @ray.method(num_returns=4)
-    async def from_evaluations(
+    async def from_rewards(
         self,
         group: str,
         rollouts: Sequence[int],
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
-        evaluations: Sequence[ray.ObjectRef[Evaluated]],
+        evaluations: Sequence[ray.ObjectRef[Evaluated]] | None,
+        key: Sequence[int],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``outcome`` setting: plain GRPO on the environment's reward or, without one, on success (1 or 0)."""
-        verdicts = [(await ref).evaluation for ref in evaluations]
-        reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
-        return await self._from_rewards(group, rollouts, trajectories, reward_G)
+        """Plain GRPO on rewards that no judge gives.
 
-    @ray.method(num_returns=4)
-    async def from_noise(
-        self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], key: Sequence[int]
-    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``random`` setting: plain GRPO on random rewards; ``key`` is the group's random seed."""
-        return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
+        Args:
+            evaluations: the ``outcome`` setting: the environment's reward or, without one, success (1 or 0). None: the
+                ``random`` setting.
+            key: random seed of the group's random rewards.
+        """
+        if evaluations is None:
+            reward_G = random_rewards(key, len(rollouts))
+        else:
+            verdicts = [(await ref).evaluation for ref in evaluations]
+            reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
+        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        advantages = group_advantages_from_rewards(
+            group,
+            reward_G,
+            [played[rollout].tokens_M for rollout in rollouts],
+            rollouts,
+            rule=self._rule,
+            std_epsilon=self._config.std_epsilon,
+        )
+        return self._finish(advantages, played, credit=False)
 
     def probe(self, samples: Sequence[TrainingSample], sampled: int, most: int) -> tuple[list[int], BoolArray] | None:
         """The tokens of a group that the canary compares: the prefix of the sample with the most sampled tokens.
@@ -126,24 +137,6 @@ class AdvantageComputerActor:
         token_ids_T, sampled_T = max(begun, key=lambda one: (int(one[1].sum()), -len(one[0])))
         compared_T = sampled_T[1:] if sampled_T[1:].any() else np.ones(len(token_ids_T) - 1, dtype=bool)
         return token_ids_T.tolist(), compared_T
-
-    async def _from_rewards(
-        self,
-        group: str,
-        rollouts: Sequence[int],
-        trajectories: Sequence[ray.ObjectRef[Trajectory]],
-        reward_G: FloatArray,
-    ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
-        advantages = group_advantages_from_rewards(
-            group,
-            reward_G,
-            [played[rollout].tokens_M for rollout in rollouts],
-            rollouts,
-            rule=self._rule,
-            std_epsilon=self._config.std_epsilon,
-        )
-        return self._finish(advantages, played, credit=False)
 
     def _finish(
         self, advantages: GroupAdvantages, played: dict[int, Trajectory], *, credit: bool

@@ -144,7 +144,7 @@ async def test_the_outcome_reward_is_one_for_a_solved_task_and_nothing_else() ->
 
     played = [_now(example_trajectory(rollout)) for rollout in (1, 3, 4)]
     evaluations = [evaluation(False, 2), evaluation(True, 3), evaluation(False, 0)]
-    samples, advantages, _, summary = await actor.from_evaluations("step1/example_1", [1, 3, 4], played, evaluations)
+    samples, advantages, _, summary = await actor.from_rewards("step1/example_1", [1, 3, 4], played, evaluations, ())
     assert summary.rewards == (0.0, 1.0, 0.0)
     assert [share.advantage for share in advantages.rollouts] == pytest.approx(np.array([-1, 2, -1]) / 3**0.5)
     assert [sample.rollout for sample in samples] == [1, 3, 4]
@@ -155,7 +155,7 @@ async def test_an_environment_that_gives_more_than_yes_or_no_is_the_reward_itsel
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome", rule="grpo"))
     given = [evaluation(True, 2, 1.5), evaluation(False, 3, -0.25), evaluation(True, 0)]
     played = [_now(example_trajectory(rollout)) for rollout in (0, 1, 2)]
-    *_, summary = await actor.from_evaluations("step1/example_1", [0, 1, 2], played, given)
+    *_, summary = await actor.from_rewards("step1/example_1", [0, 1, 2], played, given, ())
     assert summary.rewards == (1.5, -0.25, 1.0)
 
 
@@ -163,7 +163,7 @@ async def test_every_group_draws_noise_of_its_own() -> None:
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
     drawn = []
     for key in ((0, 1, 0), (0, 1, 1), (0, 2, 0), (1, 1, 0), (0, 1, 0)):
-        _, advantages, _, summary = await actor.from_noise("step1/example_1", range(16), trajectories(16), key)
+        _, advantages, _, summary = await actor.from_rewards("step1/example_1", range(16), trajectories(16), None, key)
         assert set(summary.rewards) == {0.0, 1.0}
         assert [share.advantage > 0 for share in advantages.rollouts] == [reward == 1 for reward in summary.rewards]
         drawn.append(summary.rewards)
@@ -188,7 +188,7 @@ async def test_the_canary_compares_sampled_tokens(
     prompts: tuple[int, int], sampled: int, most: int, tokens: int, compared: int
 ) -> None:
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
-    samples, *_ = await actor.from_noise("step1/example_1", range(2), trajectories(2), (0, 1, 0))
+    samples, *_ = await actor.from_rewards("step1/example_1", range(2), trajectories(2), None, (0, 1, 0))
     cut = [
         replace(sample, token_ids_T=np.arange(12) + 100 * index, loss_mask_T=np.arange(12) >= prompt)
         for index, (sample, prompt) in enumerate(zip(samples, prompts, strict=True))
@@ -202,7 +202,7 @@ async def test_the_canary_compares_sampled_tokens(
 
 async def test_a_sample_has_to_have_a_token_between_its_first_and_its_last() -> None:
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="random", rule="grpo"))
-    samples, *_ = await actor.from_noise("step1/example_1", range(1), trajectories(1), (0, 1, 0))
+    samples, *_ = await actor.from_rewards("step1/example_1", range(1), trajectories(1), None, (0, 1, 0))
     unsampled = np.zeros(4, dtype=np.bool_)
     lengths = {}
     for length in (2, 3, 4):
@@ -219,7 +219,7 @@ async def test_without_a_rubric_a_closing_turn_takes_the_advantage_as_well() -> 
     """It belongs to no step, and has none to share the advantage with."""
     actor: Any = AdvantageComputerActor(AlgorithmConfig(reward="outcome"))
     given = [evaluation(True, 3), evaluation(False, 0)]
-    samples, advantages, *_ = await actor.from_evaluations("step1/example_1", range(2), trajectories(2), given)
+    samples, advantages, *_ = await actor.from_rewards("step1/example_1", range(2), trajectories(2), given, ())
     for sample, share in zip(samples, advantages.rollouts, strict=True):
         assert sample.advantage_T == pytest.approx(share.advantage * sample.loss_mask_T, rel=1e-6)
 
