@@ -134,9 +134,8 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources]) -> None:
         )
     needed = bundles(config)
     if missing := unplaced(needed, nodes):
-        cpus, served = sum(node.get("CPU", 0) for node in nodes), len(needed.get("judge servers", ()))
         on_cpus = not config.engine.gpus_per_engine and not config.learner.gpus_per_worker
-        if on_cpus and (problem := cpu_problem(config, cpus, served)):
+        if on_cpus and (problem := cpu_problem(config, needed, sum(node.get("CPU", 0) for node in nodes))):
             raise ConfigError(problem)
         raise ConfigError(
             f"the Ray cluster is too small: {_describe(needed, missing, nodes)}; add nodes, start fewer of these "
@@ -145,30 +144,21 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources]) -> None:
         )
 
 
-def cpu_problem(config: DracoConfig, available: float, served: int) -> str | None:
-    """Why ``available`` CPUs are too few with ``served`` judge servers, and what to set; None if they suffice."""
-    engine, learner, environment = config.engine, config.learner, config.environment
-    # The evaluation's workers run beside those that train.
-    workers = environment.min_workers * (2 if config.train.evaluate_before_after else 1)
-    others = (
-        engine.fewest * engine.cpus_per_engine
-        + learner.workers * learner.cpus_per_worker
-        + served * config.judge.local.cpus_per_replica
-    )
-    cpus = workers * environment.cpus_per_worker + others
-    if cpus <= available:
+def cpu_problem(config: DracoConfig, needed: Mapping[str, Sequence[Bundle]], available: float) -> str | None:
+    """Why ``available`` CPUs are too few for these processes, and what to set; None if they suffice."""
+    cpus = {name: sum(each for _, each in of) for name, of in needed.items()}
+    total = sum(cpus.values())
+    if total <= available:
         return None
-    left = available - others
+    left = available - (total - cpus.get("rollout workers", 0))
     advice = "lower engine.cpus_per_engine or learner.cpus_per_worker, or add a node"
     if left >= 0:
+        # The evaluation's workers run beside those that train.
         each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
-        one = f"environment.slots_per_worker={environment.slots} and environment.cpus_per_worker={each:g}"
+        one = f"environment.slots_per_worker={config.environment.slots} and environment.cpus_per_worker={each:g}"
         advice = f"lower environment.slots or environment.cpus_per_worker (e.g. {one}), or add a node"
-    judging = f", {served} judge servers" if served else ""
-    return (
-        f"{workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner workers need "
-        f"{cpus:g} CPUs, but the Ray cluster has {available:g}: {advice}"
-    )
+    processes = ", ".join(f"{len(of)} {name}" for name, of in needed.items())
+    return f"{processes} need {total:g} CPUs, but the Ray cluster has {available:g}: {advice}"
 
 
 def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:

@@ -41,8 +41,7 @@ def with_checkpointing(config: DracoConfig) -> DracoConfig:
     """The configuration with ``learner.gradient_checkpointing`` decided."""
     if config.learner.gradient_checkpointing is not None:
         return config
-    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-    return config.model_copy(update={"learner": learner})
+    return config.updated(learner={"gradient_checkpointing": not keeps_activations(config)})
 
 
 def keeps_activations(config: DracoConfig) -> bool:
