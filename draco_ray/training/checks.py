@@ -29,7 +29,7 @@ from draco_ray.training.preflight import (
 )
 from draco_ray.training.session import chat_tokens, checked_model, say_cut_prompts, usable_prompts, with_environment
 from draco_ray.training.sizes import address_of, context_problems
-from draco_ray.training.trainer import EarlierTasks, TaskOrder
+from draco_ray.training.trainer import TaskOrder
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ def refuse(found: Sequence[DracoError]) -> None:
         raise ConfigError(f"{len(found)} problems prevent this run: {listed}")
 
 
-def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
+def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
     """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
     train = config.train
     if train.skip_solved is not None and config.algorithm.reward != "rubric":
@@ -201,14 +201,7 @@ def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[Earl
             "train.skip_solved: a judge's verdicts determine the solved tasks, so algorithm.reward must be rubric, "
             f"found {config.algorithm.reward}"
         )
-    return TaskOrder(
-        tasks,
-        train.prompts_per_step,
-        config.seed,
-        skip_solved=train.skip_solved,
-        behind=train.staleness,
-        earlier=earlier,
-    )
+    return TaskOrder(tasks, train.prompts_per_step, config.seed, skip_solved=train.skip_solved, behind=train.staleness)
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:

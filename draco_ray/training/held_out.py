@@ -21,7 +21,7 @@ from draco_ray.environments.base import make_environment
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score, Stage1
 from draco_ray.pipeline import Wait
-from draco_ray.records import Criterion, Evaluation, Judged, JudgedRollout, Message, Task, Trajectory, lost_evaluation
+from draco_ray.records import Criterion, Evaluation, Judged, JudgedRollout, Message, Task, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs.directory import RunDirectory
@@ -65,7 +65,7 @@ class HeldOutTasks:
 
 
 class BeforeAfter(HeldOutTasks):
-    """Evaluates the split if ``train.evaluate_before_after`` is on."""
+    """Evaluates the split."""
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
         """The evaluations of the policy after ``step``, measured or read from the run directory.
@@ -74,10 +74,8 @@ class BeforeAfter(HeldOutTasks):
             step: 0 is the untrained policy.
             done: number of steps whose updates the engines have loaded.
 
-        Returns: None if evaluation is off, or if the engines have a later policy.
+        Returns: None if the engines have a later policy.
         """
-        if not self.config.train.evaluate_before_after:
-            return None
         if (known := read_evaluations(self.run).get((step, self.config.data.eval_split))) is not None:
             return known
         return await self._evaluate(step) if step >= done else None
@@ -89,16 +87,10 @@ class BeforeAfter(HeldOutTasks):
         self.progress.start(f"evaluating {config.data.eval_split}", rollouts=len(tasks) * runs)
         try:
             pool = self.actors.pool(workers)
-            store = self.actors.store
-            evaluations = await evaluate_tasks(
-                pool,
-                tasks,
-                runs,
-                step=step,
-                keep=lambda trajectory: store.evaluated_trajectory.remote(step, trajectory),
-                done=self.progress.advance,
-                wait=self.wait,
+            played = (
+                self._rollout(pool, step, index, task, run) for run in range(runs) for index, task in enumerate(tasks)
             )
+            evaluations = await asyncio.gather(*played)
         finally:
             self.progress.stop()
             await workers.stop()
@@ -114,6 +106,18 @@ class BeforeAfter(HeldOutTasks):
             + (f"; {lost} rollouts were lost and count as failures" if lost else "")
         )
         return evaluations
+
+    async def _rollout(self, pool: RolloutPool, step: int, index: int, task: Task, run: int) -> Evaluation:
+        """Play a task; a rollout that is lost counts as a failure."""
+        group = f"evaluation{step}/{task.task_id}"
+        with self.wait("rollout", f"{group}/{run}"):
+            played = await pool.run(task.task_id, group, run, step=step, priority=index)
+            self.progress.advance()
+            if played.member is None:
+                return lost_evaluation(task, run)
+            self.actors.store.evaluated_trajectory.remote(step, played.member.trajectory)
+            evaluated: Evaluated = await played.member.evaluation
+            return evaluated.evaluation
 
     def report(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> None:
         """Print a line comparing before and after."""
@@ -143,41 +147,6 @@ def on_the_same_tasks(
     return [each for each in before if each.task_id in both], [each for each in after if each.task_id in both], of
 
 
-async def evaluate_tasks(
-    pool: RolloutPool,
-    tasks: Sequence[Task],
-    runs: int,
-    *,
-    step: int,
-    keep: Callable[[ray.ObjectRef[Trajectory]], object],
-    done: Callable[[], None] = lambda: None,
-    wait: Wait = lambda kind, which: nullcontext(),
-) -> list[Evaluation]:
-    """Play every task ``runs`` times; a rollout that is lost counts as a failure.
-
-    Args:
-        pool: of workers with ground truth.
-        step: the training step whose adapter is loaded; 0 is the untrained policy.
-        keep: called with the trajectory of every rollout that was not lost.
-        done: called after every rollout.
-        wait: see `BeforeAfter`.
-    """
-
-    async def one(index: int, task: Task, run: int) -> Evaluation:
-        group = f"evaluation{step}/{task.task_id}"
-        with wait("rollout", f"{group}/{run}"):
-            played = await pool.run(task.task_id, group, run, step=step, priority=index)
-            done()
-            if played.member is None:
-                return lost_evaluation(task, run)
-            keep(played.member.trajectory)
-            evaluated: Evaluated = await played.member.evaluation
-            return evaluated.evaluation
-
-    work = [one(index, task, run) for run in range(runs) for index, task in enumerate(tasks)]
-    return list(await asyncio.gather(*work))
-
-
 @dataclass(frozen=True, slots=True)
 class ScoreAgain(Score):
     """`Score` with a cache scope of its own, so that the reply to the first scoring is not reused."""
@@ -189,7 +158,7 @@ class ScoreAgain(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedBeforeAfter(HeldOutTasks):
-    """Judges the split if ``train.evaluate_before_after`` is on."""
+    """Judges the split."""
 
     prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]]
     """Returns the agent's prompts of tasks."""
@@ -198,8 +167,6 @@ class JudgedBeforeAfter(HeldOutTasks):
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
         """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
-        if not self.config.train.evaluate_before_after:
-            return None
         tasks, split = self.tasks(), self.config.data.eval_split
         known = read_judged(self.run).get((step, split), [])
         wanted = {(task.task_id, run) for task in tasks for run in range(self.config.train.evaluation_runs)}

@@ -13,12 +13,13 @@ import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
+from draco_ray.config.keys import flat
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
@@ -28,7 +29,7 @@ from draco_ray.runs.directory import RunDirectory, damaged, read_bytes, read_tab
 from draco_ray.runs.manifest import forget_steps
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
-from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
+from draco_ray.training.trainer import OrderRules, TaskOrder, TaskPart
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class StartPoint:
 
 def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
     """``key (old -> new)`` for every key that differs and is not in `FREE`."""
-    before, after = (dict(_leaves(config.model_dump(mode="json"))) for config in (old, new))
+    before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     return [
         f"{key} ({before.get(key)} -> {after.get(key)})"
         for key in sorted(before.keys() | after.keys())
@@ -121,29 +122,28 @@ def adopt_config(run: RunDirectory, new: DracoConfig) -> None:
 
 def adopt_tasks(
     run: RunDirectory, tasks: Collection[str], rules: OrderRules, step: int, console: Console
-) -> list[EarlierTasks]:
+) -> list[TaskPart]:
     """Store the run's training tasks from ``step`` on, and print how they differ from before.
 
     Args:
         rules: the rules that choose tasks from then on.
 
-    Returns: the tasks and rules of earlier parts of the run, oldest first; empty if there were none or they were not
-        stored.
+    Returns: the parts of the run, oldest first; the last one has the present tasks and rules.
     Raises:
         DamagedRun: the run directory's list of tasks cannot be read.
     """
     # A part whose steps were all rewound is run again with the present tasks.
-    parts = [part for part in _task_parts(run) if part[0] <= step]
-    before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
+    parts = [part for part in _task_parts(run) if part.first_step <= step]
+    now = set(tasks)
+    before = set(parts[-1].tasks) if parts else now
     if new := now - before:
         console.print(f"training tasks: {len(new)} new tasks; they are used from the next epoch on")
     if gone := before - now:
         console.print(f"training tasks: {len(gone)} tasks no longer exist; they are left out from step {step + 1} on")
-    if not parts or now != before or parts[-1][2] != rules:
-        parts.append((step + 1 if parts else 1, sorted(now), rules))
-    told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
-    write_private(run.path / TASKS, json.dumps(told))
-    return _earlier(parts)
+    if not parts or now != before or parts[-1].rules != rules:
+        parts.append(TaskPart(step + 1 if parts else 1, tuple(sorted(now)), rules))
+    write_private(run.path / TASKS, json.dumps([asdict(part) for part in parts]))
+    return parts
 
 
 def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
@@ -189,36 +189,22 @@ def recorded_order(run: RunDirectory) -> TaskOrder:
     """
     if not (parts := _task_parts(run)):
         raise damaged(run.path / TASKS, "it is missing or empty")
-    _, tasks, rules = parts[-1]
-    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
+    order = TaskOrder(parts[-1].tasks, **asdict(parts[-1].rules))
+    order.parts = parts
     for line in run.metrics():
         order.note(line["step"], line.get("solved_tasks") or ())
     return order
 
 
-def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
-    """First step, tasks and rules of each part of a run. Raises: DamagedRun: they cannot be read."""
+def _task_parts(run: RunDirectory) -> list[TaskPart]:
+    """The parts of a run. Raises: DamagedRun: they cannot be read."""
     path = run.path / TASKS
     if not path.exists():
         return []
     try:
-        return [
-            (int(part["first_step"]), [str(task) for task in part["tasks"]], _rules(part["rules"]))
-            for part in json.loads(read_text(path))
-        ]
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise damaged(path, f"{type(error).__name__} {error}") from None
-
-
-def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[EarlierTasks]:
-    return [EarlierTasks(tuple(ids), after - 1, by) for (_, ids, by), (after, _, _) in pairwise(parts)]
-
-
-def _rules(written: Mapping[str, Any]) -> OrderRules:
-    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in dict(written).items()}
-    if numbers.keys() != asdict(OrderRules(per_step=1, seed=0)).keys():
-        raise ValueError(f"rules {', '.join(numbers)}")
-    return OrderRules(**numbers)
+        return TypeAdapter(list[TaskPart]).validate_json(read_text(path))
+    except ValidationError as error:
+        raise damaged(path, error) from None
 
 
 def rewind(run: RunDirectory, *, reuse: bool, learner: str | None = None) -> StartPoint:
@@ -331,11 +317,3 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
             for key, indices in named.items():
                 store.write_table(folder.name, step, key, rows.take(indices))
         gathered.unlink(missing_ok=True)
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -6,17 +6,13 @@ The driver holds configuration, summaries and references; trajectories, samples 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import shlex
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from rich.console import Console
 
@@ -33,7 +29,7 @@ from draco_ray.runs.manifest import FILE as MANIFEST
 from draco_ray.runs.manifest import absent_tables, other_versions
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
+from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse
 from draco_ray.training.cluster import head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
@@ -48,7 +44,7 @@ from draco_ray.training.resume import (
     rewind,
     write_prompts,
 )
-from draco_ray.training.session import TrainingSession, opened, training_session
+from draco_ray.training.session import opened, training_session
 from draco_ray.training.sizes import address_of
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
@@ -175,7 +171,7 @@ def resume(
                 console.print(damage)
             adopt_config(run, config)
             write_prompts(run, prompts, held_out)
-            order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
+            order.parts = adopt_tasks(run, prompts, order.rules, start.step, console)
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
@@ -270,10 +266,9 @@ async def _run(
     started, last = time.monotonic(), _steps(config, order)
 
     async def work() -> None:
-        async with training_session(config, prompts, order, run, start, console) as session:
+        async with training_session(config, prompts, order, run, start, console) as trainer:
             console.print(f"actors ready in {time.monotonic() - started:.0f}s")
-            training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
-            await unless_lost(training, session.actors.fleet.failure())
+            await unless_lost(trainer.run_steps(start.step, last), trainer.fleet.failure())
 
     async def head_lost() -> None:
         try:
@@ -283,52 +278,15 @@ async def _run(
             console.print(str(error))
             raise
 
-    with _said_at_once(console), PeakMemory() as memory:
-        await unless_lost(work(), head_lost())
+    with PeakMemory() as memory:
+        await unless_lost(work(), head_lost(), cancelled=partial(_stopping, console))
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
     console.print(f"done in {time.monotonic() - started:.0f}s, peak memory {used}: {run.path}")
     console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 
 
-@contextlib.contextmanager
-def _said_at_once(console: Console) -> Iterator[None]:
-    """Print "stopping…" immediately on an interrupt, since finishing and writing what is running takes a while."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        # Printed from the loop: a signal handler may run in the middle of printing another line.
-        loop.call_soon_threadsafe(console.print, "stopping…")
-        signal.signal(signal.SIGINT, again)
-        if callable(before):
-            before(number, frame)
-
-    def again(number: int, frame: FrameType | None) -> None:
-        # A second interrupt abandons futures; do not print a stack trace for each of them.
-        loop.set_exception_handler(lambda loop, context: None)
-        if callable(before):
-            before(number, frame)
-
-    signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-async def _train_and_measure(session: TrainingSession, done: int, last: int, every: int | None) -> None:
-    evaluation: Any = session.evaluation
-
-    async def between(step: int) -> None:
-        if every is not None and 0 < step < last and step % every == 0:
-            await session.measure(step, step)
-
-    before = await session.measure(0, done)
-    # The run may have been stopped between the step and its evaluation.
-    await between(done)
-    await session.trainer.train(done + 1, last, between)
-    if before and last and (after := await session.measure(last, done)):
-        evaluation.report(before, after)
-    await session.settle(last)
+def _stopping(console: Console) -> None:
+    """Print "stopping…" at once, since finishing and writing what is running takes a while."""
+    console.print("stopping…")
+    # A second interrupt abandons futures; do not print a stack trace for each of them.
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)

@@ -7,7 +7,6 @@ import contextlib
 import os
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.model_directory import chat_template_text, check_model_directory, is_local, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
-from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
+from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.endpoint import introduced
@@ -50,7 +49,7 @@ from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.sizes import with_checkpointing
-from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
+from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
@@ -467,36 +466,6 @@ def plain_error(error: BaseException) -> DracoError | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSession:
-    """A started training run."""
-
-    actors: Actors
-    trainer: Trainer
-    evaluation: BeforeAfter | JudgedBeforeAfter
-    pending: Pending
-    """What is being waited for."""
-    step_seconds: float | None
-    """``watch.step_seconds``."""
-
-    async def measure(self, step: int, done: int) -> Any:
-        """See `BeforeAfter.measure`. Raises: RunStopped: it took longer than ``watch.step_seconds``."""
-
-        def late() -> RunStopped:
-            return RunStopped(
-                f"the evaluation of step {step} has not ended in watch.step_seconds={self.step_seconds:g}, waiting "
-                f"for: {self.pending}"
-            )
-
-        measuring: Coroutine[Any, Any, Any] = self.evaluation.measure(step, done)
-        return await in_time(measuring, self.step_seconds, late)
-
-    async def settle(self, last: int) -> None:
-        """Wait until the tables of every step up to ``last`` are merged into one file each."""
-        with self.pending.of("the run store"):
-            await self.actors.store.settle.remote(last)
-
-
 @contextlib.asynccontextmanager
 async def training_session(
     config: DracoConfig,
@@ -505,7 +474,7 @@ async def training_session(
     run: RunDirectory,
     start: StartPoint,
     console: Console,
-) -> AsyncIterator[TrainingSession]:
+) -> AsyncIterator[Trainer]:
     """Create and start the parts of a training run; stop them after the block, or if the start fails.
 
     Args:
@@ -568,19 +537,11 @@ async def training_session(
             watch=observer.group,
             wait=pending.of,
         )
-        recorded = RecordedRollouts(
-            actors.store,
-            pool,
-            start.recorded,
-            group_size=config.algorithm.group_size,
-            staleness=config.train.staleness,
-            console=console,
-        )
         await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
         await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, pending_demand)))
         trainer = Trainer(
             config,
-            batches=Batches(prompts, order, pipeline, recorded),
+            batches=Batches(prompts, order, pipeline, console, start.recorded),
             learner=learner,
             fleet=actors.fleet,
             weights=weights,
@@ -590,11 +551,11 @@ async def training_session(
             run=run,
             console=console,
             pending=pending,
+            evaluation=_before_after(config, actors, run, progress, console, observer.held_out, pending.of),
         )
         # Pushed last, so that it runs first at the end.
         parts.callback(progress.start, "ending")
-        measuring = _before_after(config, actors, run, progress, console, observer.held_out, pending.of)
-        yield TrainingSession(actors, trainer, measuring, pending, config.watch.step_seconds)
+        yield trainer
 
 
 def _before_after(
@@ -605,8 +566,10 @@ def _before_after(
     console: Console,
     tell: Tell,
     wait: Wait,
-) -> BeforeAfter | JudgedBeforeAfter:
-    """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none."""
+) -> BeforeAfter | JudgedBeforeAfter | None:
+    """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none. None: not at all."""
+    if not config.train.evaluate_before_after:
+        return None
     environment = make_environment(config.environment, config.data)
     if environment.evaluates:
         return BeforeAfter(config, actors, run, progress, console, tell, wait)

@@ -26,13 +26,13 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
 import ray
+from pydantic import ConfigDict
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig, TrainConfig
@@ -43,8 +43,9 @@ from draco_ray.judging.outage import span
 from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
-from draco_ray.rollout.pool import FinishedRollout, RolloutPool
+from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from draco_ray.training.metrics import held_out_metrics, step_metrics, step_spans, update_metrics
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
@@ -242,11 +243,14 @@ async def engines_asleep(
         await fleet.wake()
 
 
-async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:
+async def unless_lost(
+    work: Coroutine[Any, Any, None], *losses: Awaitable[None], cancelled: Callable[[], None] = lambda: None
+) -> None:
     """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
 
     Args:
         losses: each waits for one such loss and raises.
+        cancelled: called if this is cancelled, before ``work`` is.
     """
     task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
     try:
@@ -255,6 +259,9 @@ async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None])
             if loss.done():
                 await loss
         await task
+    except asyncio.CancelledError:
+        cancelled()
+        raise
     finally:
         for each in (task, *watched):
             each.cancel()
@@ -265,19 +272,22 @@ async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None])
 class OrderRules:
     """Rules by which tasks are chosen; see `TaskOrder`."""
 
+    # Of a rule that this version does not know, `recorded_order` must not make another order.
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     per_step: int
     seed: int
-    skip_solved: int | None = None
-    behind: int = 0
+    skip_solved: int | None
+    behind: int
 
 
 @dataclass(frozen=True, slots=True)
-class EarlierTasks:
-    """The training tasks and the rules that chose them, from before a run was resumed with others."""
+class TaskPart:
+    """A part of a run with the same training tasks and rules; one that is resumed with others begins a new part."""
 
+    first_step: int
     tasks: tuple[str, ...]
-    last_step: int
-    """The last step with these tasks."""
+    """In ascending order."""
     rules: OrderRules
 
 
@@ -299,7 +309,6 @@ class TaskOrder:
         seed: of the shuffles.
         skip_solved: n; None: no task is left out.
         behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
-        earlier: the tasks and rules of earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
@@ -313,27 +322,29 @@ class TaskOrder:
         *,
         skip_solved: int | None = None,
         behind: int = 0,
-        earlier: Sequence[EarlierTasks] = (),
     ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
                 f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks; lower "
                 "train.prompts_per_step, or add tasks"
             )
-        self._tasks = tuple(sorted(tasks))
-        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)
-        self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
+        rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)
+        self.parts = [TaskPart(1, tuple(sorted(tasks)), rules)]
+        """Parts of the run, oldest first; set by a resume."""
         self._solved: dict[int, frozenset[str]] = {}
+
+    @property
+    def rules(self) -> OrderRules:
+        """The present rules."""
+        return self.parts[-1].rules
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of whole steps in an epoch of the present tasks if no task is skipped."""
-        return len(self._tasks) // self.rules.per_step
+        return len(self.parts[-1].tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
         """Number of steps in ``epochs`` epochs if no task rests."""
-        if not self._earlier:
-            return epochs * self.steps_per_epoch
         return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
 
     def note(self, step: int, solved: Collection[str]) -> None:
@@ -353,7 +364,8 @@ class TaskOrder:
         heard = 0
         while True:
             step = len(visited) + 1
-            tasks, rules = self._known(step)
+            part = self._part(step)
+            rules = part.rules
             patience = rules.skip_solved if resting else None
             while heard < step - 1 - rules.behind:
                 of_epoch, played = visited[heard]
@@ -362,7 +374,7 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            there = {task for task in tasks if patience is None or rests_until.get(task, -1) < epoch}
+            there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
             left = [task for task in left if task in there]
             if len(left) < rules.per_step:
                 epoch += 1
@@ -373,15 +385,13 @@ class TaskOrder:
             visited.append((epoch, chosen))
             yield epoch, chosen
 
-    def _known(self, step: int) -> tuple[Sequence[str], OrderRules]:
-        """The training tasks when a step began, sorted, and the rules by which its tasks were chosen."""
-        found = ((part.tasks, part.rules) for part in self._earlier if step <= part.last_step)
-        return next(found, (self._tasks, self.rules))
+    def _part(self, step: int) -> TaskPart:
+        return next(part for part in reversed(self.parts) if part.first_step <= step)
 
     def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
-        tasks, rules = self._known(first_step)
-        order = np.random.default_rng((rules.seed, epoch)).permutation(len(tasks))
-        return [tasks[index] for index in order]
+        part = self._part(first_step)
+        order = np.random.default_rng((part.rules.seed, epoch)).permutation(len(part.tasks))
+        return [part.tasks[index] for index in order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,42 +416,6 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class RecordedRollouts:
-    """Finished rollouts of an earlier process of this run, to be reused."""
-
-    store: Any
-    """The run store's actor."""
-    pool: RolloutPool
-    """Returns recorded rollouts instead of playing new ones."""
-    steps: frozenset[int]
-    """Steps that have recorded rollouts."""
-    group_size: int
-    staleness: int
-    """Versions that a rollout may be behind."""
-    console: Console
-    """Gets a line on how many were reused."""
-
-    async def take_over(self, groups: Sequence[Group]) -> None:
-        """Give the recorded rollouts of a step's groups to the pool."""
-        step = groups[0].step
-        if step not in self.steps:
-            return
-        nothing = ray.put(None)
-        by_task = {group.task_id: group.name for group in groups}
-        taken = 0
-        for version in range(max(0, step - 1 - self.staleness), step):
-            for task_id, rollout in await self.store.recorded.remote(step, version):
-                if task_id in by_task and rollout < self.group_size:
-                    trajectory, summary = self.store.trajectory_again.remote(step, task_id, rollout)
-                    member = FinishedRollout(
-                        rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
-                    )
-                    self.pool.take_over(by_task[task_id], member)
-                    taken += 1
-        self.console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
-
-
-@dataclass(frozen=True)
 class Batches:
     """Sends the tasks of each step into the pipeline.
 
@@ -453,7 +427,10 @@ class Batches:
     prompts: Mapping[str, tuple[Message, ...]]
     order: TaskOrder
     pipeline: Pipeline
-    recorded: RecordedRollouts
+    console: Console
+    """Gets a line on how many rollouts are reused."""
+    recorded: frozenset[int] = frozenset()
+    """Steps that have finished rollouts of an earlier process of this run, which are reused."""
     _ahead: dict[int, Batch] = field(default_factory=dict, init=False)
     """The groups of each step that has begun."""
 
@@ -486,8 +463,26 @@ class Batches:
             Group(step=step, index=index, task_id=task_id, prompt=self.prompts[task_id])
             for index, task_id in enumerate(self.order.tasks(step))
         ]
-        await self.recorded.take_over(groups)
+        if step in self.recorded:
+            await self._take_over(step, {group.task_id: group.name for group in groups})
         return Batch(groups, [asyncio.create_task(self.pipeline.run(group)) for group in groups])
+
+    async def _take_over(self, step: int, groups: Mapping[str, str]) -> None:
+        """Give a step's recorded rollouts to the pool, which returns them instead of playing new ones.
+
+        ``groups``: name of each group, by task id.
+        """
+        store, nothing, taken = self.pipeline.keep, ray.put(None), 0
+        for version in range(max(0, step - 1 - self.order.rules.behind), step):
+            for task_id, rollout in await store.recorded.remote(step, version):
+                if task_id in groups and rollout < self.pipeline.config.group_size:
+                    trajectory, summary = store.trajectory_again.remote(step, task_id, rollout)
+                    member = FinishedRollout(
+                        rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
+                    )
+                    self.pipeline.rollouts.take_over(groups[task_id], member)
+                    taken += 1
+        self.console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
 
 
 log = logging.getLogger(__name__)
@@ -566,34 +561,45 @@ class Trainer:
     """Gets a line per step."""
     pending: Pending = field(default_factory=Pending)
     """Records what is being waited for."""
+    evaluation: BeforeAfter | JudgedBeforeAfter | None = None
+    """Measures held-out tasks."""
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
     """The checkpoint being written."""
 
     def __post_init__(self) -> None:
         self._watchdog = Watchdog(self.config.watch)
 
-    async def train(self, first: int, last: int, between: Callable[[int], Awaitable[None]] | None = None) -> None:
-        """Train from step ``first`` to step ``last``.
+    async def run_steps(self, done: int, last: int) -> None:
+        """Train from the step after ``done`` to step ``last``, and measure held-out tasks before, between and after.
 
-        Args:
-            first, last: steps, inclusive.
-            between: awaited with each finished step before the next one begins.
+        Raises: as `train`.
+        """
+        before = await self._measure(0, done)
+        # The run may have been stopped between the step and its evaluation.
+        await self._between(done, last)
+        await self.train(done + 1, last)
+        if self.evaluation and before and last and (after := await self._measure(last, done)):
+            self.evaluation.report(before, after)
+        with self.pending.of("the run store"):
+            await self.store.settle.remote(last)
+
+    async def train(self, first: int, last: int) -> None:
+        """Train from step ``first`` to step ``last``, inclusive.
 
         Raises:
-            RunStopped: by `draco_ray.training.watchdog`: too many steps without a group, or a step took too long.
+            RunStopped: by `draco_ray.training.watchdog`: too many steps without a group, or a step or an evaluation
+                took too long.
         """
-        seconds = self.config.watch.step_seconds
         try:
             for step in range(first, last + 1):
                 began = time.monotonic()
-                metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
+                metrics = await self._in_time(self._step(step, last), f"step {step}")
                 self.console.print(step_line(metrics, last))
                 self._watchdog.check_drift(metrics, self.console.print)
                 if step == first < last:
                     left = span((last - step) * (time.monotonic() - began))
                     self.console.print(f"{last - step} steps left, about {left} at this rate")
-                if between is not None:
-                    await between(step)
+                await self._between(step, last)
             self._watchdog.end()
         finally:
             await self.batches.cancel()
@@ -601,9 +607,25 @@ class Trainer:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
-    def _late(self, step: int) -> RunStopped:
+    async def _between(self, step: int, last: int) -> None:
+        every = self.config.train.evaluate_every
+        if every is not None and 0 < step < last and step % every == 0:
+            await self._measure(step, step)
+
+    async def _measure(self, step: int, done: int) -> Any:
+        """See `BeforeAfter.measure`; None without an evaluation."""
+        if self.evaluation is None:
+            return None
+        measuring: Coroutine[Any, Any, Any] = self.evaluation.measure(step, done)
+        return await self._in_time(measuring, f"the evaluation of step {step}")
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any], what: str) -> Any:
         seconds = self.config.watch.step_seconds
-        return RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {self.pending}")
+
+        def late() -> RunStopped:
+            return RunStopped(f"{what} has not ended in watch.step_seconds={seconds:g}, waiting for: {self.pending}")
+
+        return await in_time(work, seconds, late)
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
         config, started = self.config, time.monotonic()

@@ -20,7 +20,7 @@ from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
+from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync, engines_asleep
 from tests.unit.test_training_metrics import an_update
 
 SHARED = (
@@ -131,12 +131,10 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     )
     observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
     pipeline: Any = SimpleNamespace(run=run)
-    pool: Any = None
     advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
-    recorded = RecordedRollouts(store, pool, frozenset(), group_size=6, staleness=0, console=console)
     trainer = Trainer(
         config,
-        batches=Batches({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, recorded),
+        batches=Batches({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, console),
         learner=learner,
         fleet=fleet,
         weights=WeightSync(learner, fleet, advantages, tolerance=1.0, moved=True, canary=canary),

@@ -110,7 +110,7 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
     elsewhere = [f"data.root={tmp_path / 'gone'}", f"model.path={tmp_path / 'gone'}", "train.prompts_per_step=5"]
     made = RunDirectory.create(run, dump_config(load_config("sandbox", elsewhere)))
     tasks = [f"task_{number}" for number in range(17)]
-    adopt_tasks(made, tasks, OrderRules(per_step=5, seed=0), 0, Console())
+    adopt_tasks(made, tasks, OrderRules(per_step=5, seed=0, skip_solved=None, behind=0), 0, Console())
     for epoch in (1, 2):
         an_adapter(run / "checkpoints" / f"step{epoch * 3:05d}", epoch)
     options = EvaluateOptions(

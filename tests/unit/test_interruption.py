@@ -9,6 +9,7 @@ import io
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,8 +22,8 @@ from draco_ray.config.load import load_config
 from draco_ray.interruption import ended_as_interrupted, handler_kept
 from draco_ray.training import run as driver
 from draco_ray.training import session
-from draco_ray.training.run import _said_at_once
-from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.run import _stopping
+from draco_ray.training.trainer import TaskOrder, unless_lost
 
 
 # A shell starts what a script runs behind it with SIGINT ignored.
@@ -124,15 +125,17 @@ def test_another_thread_can_set_no_handlers_and_goes_on() -> None:
 def test_a_second_interrupt_ends_at_once_without_a_stack_trace(caplog: pytest.LogCaptureFixture) -> None:
     said = io.StringIO()
 
+    async def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(3600)
+        finally:
+            # Ends what the run started, which takes its time.
+            asyncio.get_running_loop().call_later(0.01, signal.raise_signal, signal.SIGINT)
+            await asyncio.wait_for(asyncio.gather(asyncio.sleep(3600), asyncio.sleep(3600)), timeout=3600)
+
     async def run() -> None:
-        with _said_at_once(Console(file=said)):
-            try:
-                signal.raise_signal(signal.SIGINT)
-                await asyncio.sleep(3600)
-            finally:
-                # Ends what the run started, which takes its time.
-                asyncio.get_running_loop().call_later(0.01, signal.raise_signal, signal.SIGINT)
-                await asyncio.wait_for(asyncio.gather(asyncio.sleep(3600), asyncio.sleep(3600)), timeout=3600)
+        await unless_lost(work(), cancelled=partial(_stopping, Console(file=said)))
 
     # The loop's own handler, which stays behind then, goes with the command.
     with pytest.raises(KeyboardInterrupt), ended_as_interrupted():

@@ -33,7 +33,7 @@ from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import rewind
-from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
+from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync
 from tests.support.killed import Killed
 from tests.support.tiny_model import build_tiny_model
 
@@ -153,12 +153,10 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     console = Console(quiet=True)
     fleet: Any = engine
     pipeline: Any = SimpleNamespace(run=play)
-    pool: Any = None
     observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
-    recorded = RecordedRollouts(handle, pool, frozenset(), group_size=2, staleness=0, console=console)
     return Trainer(
         config,
-        batches=Batches(dict.fromkeys(TASKS, ()), TaskOrder(TASKS, 2, seed=0), pipeline, recorded),
+        batches=Batches(dict.fromkeys(TASKS, ()), TaskOrder(TASKS, 2, seed=0), pipeline, console),
         learner=learner,
         fleet=fleet,
         weights=WeightSync(learner, fleet, advantages, tolerance=config.engine.canary_tolerance, moved=False),
@@ -184,10 +182,11 @@ async def test_a_learner_from_a_file_trains_two_steps_and_the_engine_follows(
     trainer = await trainer_of(config, engine, run)
     seen: list[tuple[int, int]] = []
 
-    async def between(step: int) -> None:
+    async def between(step: int, last: int) -> None:
         seen.append((step, len(run.metrics())))
 
-    await trainer.train(1, 2, between)
+    trainer._between = between  # type: ignore[method-assign]
+    await trainer.train(1, 2)
     # Whoever looks at a run between two steps finds the step that is done.
     assert seen == [(1, 1), (2, 2)]
     first, second = run.metrics()

@@ -171,15 +171,15 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
 ) -> None:
     async def nothing(*_: Any) -> None: ...
 
-    async def played(*_: Any, **__: Any) -> list[Evaluation]:
-        return [a_result(task, 0, task == "a_1").evaluation for task in ("a_1", "a_2")]
+    async def played(self: BeforeAfter, pool: Any, step: int, index: int, task: Any, run: int) -> Evaluation:
+        return a_result(task.task_id, run, task.task_id == "a_1").evaluation
 
     async def scored(*_: Any) -> list[JudgedRollout]:
         return [JudgedRollout(task_id="a_1", run=0, verdicts=(1, 1, -1, 1))]
 
     package = WandB()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr(held_out, "evaluate_tasks", played)
+    monkeypatch.setattr(BeforeAfter, "_rollout", played)
     monkeypatch.setattr(JudgedBeforeAfter, "_task", scored)
     environment = SimpleNamespace(tasks=lambda split: ["a_1", "a_2"], task=lambda name: SimpleNamespace(task_id=name))
     for module in (held_out,):

@@ -24,7 +24,7 @@ from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
+from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync
 from draco_ray.workers.elastic import fixed_workers
 from tests.unit.test_training_metrics import an_update
 
@@ -65,7 +65,7 @@ class Run:
         )
         start = start or StartPoint()
         self.first = start.step + 1
-        self.order = TaskOrder(TASKS, PROMPTS, seed=0)
+        self.order = TaskOrder(TASKS, PROMPTS, seed=0, behind=config.train.staleness)
         self.live = start.step
         """Version of the adapter that samples now."""
         self.sampled: dict[int, set[int]] = {}
@@ -96,23 +96,15 @@ class Run:
             recorded=remote(self._recorded),
             trajectory_again=SimpleNamespace(remote=self._again),
         )
-        pipeline: Any = SimpleNamespace(run=self._pipeline)
         pool: Any = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))
+        pipeline: Any = SimpleNamespace(run=self._pipeline, keep=store, rollouts=pool, config=config.algorithm)
         observer: Any = SimpleNamespace(
             group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None
         )
         fleet: Any = SimpleNamespace(load=self._load, prove=self._prove)
-        recorded = RecordedRollouts(
-            store,
-            pool,
-            start.recorded,
-            group_size=config.algorithm.group_size,
-            staleness=config.train.staleness,
-            console=console,
-        )
         self.trainer = Trainer(
             config,
-            batches=Batches(dict.fromkeys(TASKS, ()), self.order, pipeline, recorded),
+            batches=Batches(dict.fromkeys(TASKS, ()), self.order, pipeline, console, start.recorded),
             learner=learner,
             fleet=fleet,
             weights=WeightSync(

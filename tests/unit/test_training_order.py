@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -15,10 +15,20 @@ from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
 from draco_ray.training.checks import task_order
 from draco_ray.training.metrics import group_pass_rate, solved
-from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
+from draco_ray.training.trainer import OrderRules, TaskOrder, TaskPart
 
 NINETY = [f"task{index:02d}" for index in range(90)]
-AS_EVER = OrderRules(per_step=16, seed=4)
+AS_EVER = OrderRules(per_step=16, seed=4, skip_solved=None, behind=0)
+
+
+def resumed_with(now: Sequence[str], *earlier: tuple[Sequence[str], int, OrderRules], **rules: Any) -> TaskOrder:
+    """Tasks and rules of now, after parts of other tasks up to a step, by other rules."""
+    order, first, parts = TaskOrder(now, **rules), 1, []
+    for tasks, last, by in earlier:
+        parts.append(TaskPart(first, tuple(sorted(tasks)), by))
+        first = last + 1
+    order.parts = [*parts, replace(order.parts[0], first_step=first)]
+    return order
 
 
 def test_ninety_tasks_at_sixteen_a_step_are_five_steps_an_epoch() -> None:
@@ -57,7 +67,7 @@ def epochs_of(order: TaskOrder, steps: int) -> list[list[str]]:
 def test_tasks_that_were_added_take_part_from_the_next_epoch_on() -> None:
     more = [*NINETY, *(f"added{index:02d}" for index in range(38))]
     plain = TaskOrder(NINETY, 16, seed=4)
-    grown = TaskOrder(more, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7, plain.rules)])
+    grown = resumed_with(more, (NINETY, 7, plain.rules), per_step=16, seed=4)
     # Steps 6 to 10 are one epoch; the run was resumed in the midst of it.
     assert epochs_of(grown, 10) == epochs_of(plain, 10)
     epoch = [task for step in range(11, 19) for task in grown.tasks(step)]
@@ -69,7 +79,7 @@ def test_tasks_that_were_added_take_part_from_the_next_epoch_on() -> None:
 
 def test_tasks_that_were_removed_are_left_out_at_once() -> None:
     fewer = NINETY[30:]
-    shrunk = TaskOrder(fewer, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7, AS_EVER)])
+    shrunk = resumed_with(fewer, (NINETY, 7, AS_EVER), per_step=16, seed=4)
     assert epochs_of(shrunk, 7) == epochs_of(TaskOrder(NINETY, 16, seed=4), 7)
     later = [shrunk.tasks(step) for step in range(8, 30)]
     assert not set(NINETY[:30]) & {task for tasks in later for task in tasks}
@@ -79,9 +89,9 @@ def test_tasks_that_were_removed_are_left_out_at_once() -> None:
 
 
 def test_parts_of_a_run_add_up() -> None:
-    parts = [EarlierTasks(tuple(NINETY[:40]), 3, AS_EVER), EarlierTasks(tuple(NINETY[:60]), 9, AS_EVER)]
-    order = TaskOrder(NINETY, 16, seed=4, earlier=parts)
-    assert epochs_of(order, 9) == epochs_of(TaskOrder(NINETY[:60], 16, seed=4, earlier=parts[:1]), 9)
+    parts = [(NINETY[:40], 3, AS_EVER), (NINETY[:60], 9, AS_EVER)]
+    order = resumed_with(NINETY, *parts, per_step=16, seed=4)
+    assert epochs_of(order, 9) == epochs_of(resumed_with(NINETY[:60], parts[0], per_step=16, seed=4), 9)
     assert {task for tasks in epochs_of(order, 3) for task in tasks} <= set(NINETY[:40])
     assert {task for step in range(10, 30) for task in order.tasks(step)} == set(NINETY)
 
@@ -164,7 +174,7 @@ def test_a_run_that_goes_on_by_other_rules_keeps_what_it_chose(changed: dict[str
     by = OrderRules(per_step=16, seed=5, skip_solved=2, behind=1)
     found = visits(TaskOrder(NINETY, 16, seed=5, skip_solved=2, behind=1), 12, solved)
     now = asdict(replace(by, **changed))
-    resumed = TaskOrder(NINETY, **now, earlier=[EarlierTasks(tuple(NINETY), 12, by)])
+    resumed = resumed_with(NINETY, (NINETY, 12, by), **now)
     for step, tasks in enumerate(found, start=1):
         resumed.note(step, [task for task in tasks if solved(task)])
     assert epochs_of(resumed, 12) == found
@@ -174,9 +184,9 @@ def test_a_run_that_goes_on_by_other_rules_keeps_what_it_chose(changed: dict[str
 
 
 def test_visits_before_a_run_went_on_by_other_rules_count() -> None:
-    by = OrderRules(per_step=1, seed=0)
+    by = OrderRules(per_step=1, seed=0, skip_solved=None, behind=0)
     before = visits(TaskOrder(["a", "b", "c", "d"], 1, seed=0), 8, lambda task: task == "a")
-    resumed = TaskOrder(["a", "b", "c", "d"], 1, seed=0, skip_solved=3, earlier=[EarlierTasks((*"abcd",), 8, by)])
+    resumed = resumed_with("abcd", ("abcd", 8, by), per_step=1, seed=0, skip_solved=3)
     for step, tasks in enumerate(before, start=1):
         resumed.note(step, [task for task in tasks if task == "a"])
     found = []

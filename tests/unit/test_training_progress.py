@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import signal
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -16,7 +17,8 @@ from draco_ray.pipeline import Group
 from draco_ray.summaries import PhaseSummary
 from draco_ray.training import progress as progress_module
 from draco_ray.training.progress import STAGES, StepProgress, stage, watch_judge
-from draco_ray.training.run import _said_at_once
+from draco_ray.training.run import _stopping
+from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 
 
@@ -160,13 +162,15 @@ def test_an_interrupted_run_says_so_before_it_cleans_up() -> None:
     text, seen = io.StringIO(), []
     console = Console(file=text, width=200)
 
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.Event().wait()
+        finally:
+            seen.append(text.getvalue())
+
     async def run() -> None:
-        with _said_at_once(console):
-            try:
-                os.kill(os.getpid(), signal.SIGINT)
-                await asyncio.Event().wait()
-            finally:
-                seen.append(text.getvalue())
+        await unless_lost(work(), cancelled=partial(_stopping, console))
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -36,7 +37,7 @@ from draco_ray.training.resume import (
     rewind,
     write_prompts,
 )
-from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
+from draco_ray.training.trainer import OrderRules, TaskOrder, TaskPart
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
@@ -324,23 +325,29 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
     assert load_config(str(run.path)).judge.limits.dollars == 5
 
 
+def rules(**changes: Any) -> OrderRules:
+    """That change nothing but what is given."""
+    return OrderRules(**{"per_step": 1, "seed": 0, "skip_solved": None, "behind": 0} | changes)
+
+
 def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
     said = Console(record=True, file=io.StringIO(), width=200)
-    by = OrderRules(per_step=1, seed=0)
-    assert adopt_tasks(run, ["b", "a"], by, 0, said) == []
-    assert adopt_tasks(run, ["a", "b"], by, 4, said) == []
+    by = rules()
+    first = TaskPart(1, ("a", "b"), by)
+    assert adopt_tasks(run, ["b", "a"], by, 0, said) == [first]
+    assert adopt_tasks(run, ["a", "b"], by, 4, said) == [first]
     assert said.export_text() == ""
-    first = EarlierTasks(("a", "b"), 4, by)
-    assert adopt_tasks(run, ["b", "c", "d"], by, 4, said) == [first]
+    second = TaskPart(5, ("b", "c", "d"), by)
+    assert adopt_tasks(run, ["b", "c", "d"], by, 4, said) == [first, second]
     assert said.export_text().splitlines() == [
         "training tasks: 2 new tasks; they are used from the next epoch on",
         "training tasks: 1 tasks no longer exist; they are left out from step 5 on",
     ]
     # The same again is no change, and what no step was done with is forgotten.
-    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
-    assert adopt_tasks(run, ["e", "b"], by, 6, said) == [first, EarlierTasks(("b", "c", "d"), 6, by)]
-    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
-    assert adopt_tasks(run, ["a"], by, 0, said) == []
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first, second]
+    assert adopt_tasks(run, ["e", "b"], by, 6, said) == [first, second, TaskPart(7, ("b", "e"), by)]
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first, second]
+    assert adopt_tasks(run, ["a"], by, 0, said) == [TaskPart(1, ("a",), by)]
 
 
 def test_tasks_that_ask_something_else_are_named_in_their_order(run: RunDirectory) -> None:
@@ -368,13 +375,14 @@ def test_a_damaged_record_of_prompts_is_named(run: RunDirectory, text: str) -> N
 
 def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
     said = Console(record=True, file=io.StringIO())
-    two, skipping = OrderRules(per_step=2, seed=0), OrderRules(per_step=2, seed=0, skip_solved=2)
-    assert adopt_tasks(run, ["a", "b"], two, 0, said) == []
-    assert adopt_tasks(run, ["a", "b"], skipping, 3, said) == [EarlierTasks(("a", "b"), 3, two)]
-    assert adopt_tasks(run, ["a", "b"], skipping, 5, said) == [EarlierTasks(("a", "b"), 3, two)]
-    patient = OrderRules(per_step=2, seed=0, skip_solved=3)
-    assert adopt_tasks(run, ["a", "b"], patient, 5, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
-    assert adopt_tasks(run, ["a", "b"], patient, 7, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
+    first, second, third = (
+        TaskPart(step, ("a", "b"), rules(per_step=2, skip_solved=skip)) for step, skip in ((1, None), (4, 2), (6, 3))
+    )
+    assert adopt_tasks(run, ["a", "b"], first.rules, 0, said) == [first]
+    assert adopt_tasks(run, ["a", "b"], second.rules, 3, said) == [first, second]
+    assert adopt_tasks(run, ["a", "b"], second.rules, 5, said) == [first, second]
+    assert adopt_tasks(run, ["a", "b"], third.rules, 5, said) == [first, second, third]
+    assert adopt_tasks(run, ["a", "b"], third.rules, 7, said) == [first, second, third]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +412,7 @@ def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunD
 def test_a_damaged_list_of_tasks_is_named(run: RunDirectory, text: str) -> None:
     (run.path / "tasks.json").write_text(text)
     with pytest.raises(DamagedRun, match=r"tasks\.json: damaged"):
-        adopt_tasks(run, ["a"], OrderRules(per_step=1, seed=0), 1, Console(quiet=True))
+        adopt_tasks(run, ["a"], rules(), 1, Console(quiet=True))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])

@@ -18,7 +18,7 @@ from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import progress, session
-from draco_ray.training.held_out import evaluate_tasks
+from draco_ray.training.held_out import BeforeAfter
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import TaskOrder, WeightSync
 from draco_ray.training.watchdog import Pending
@@ -76,8 +76,11 @@ async def test_a_rollout_of_an_evaluation_is_named() -> None:
     hang, pending = Hang(), Pending()
     pool: Any = SimpleNamespace(run=hang)
     task: Any = SimpleNamespace(task_id="a_1")
-    work = evaluate_tasks(pool, [task], 1, step=4, keep=lambda trajectory: None, wait=pending.of)
-    assert (await waited_for(work, hang, pending)).startswith("rollout evaluation4/a_1/0, for ")
+    nobody: Any = None
+    measuring = BeforeAfter(load_config("sandbox"), nobody, nobody, nobody, Console(quiet=True), wait=pending.of)
+    assert (await waited_for(measuring._rollout(pool, 4, 0, task, 0), hang, pending)).startswith(
+        "rollout evaluation4/a_1/0, for "
+    )
 
 
 def test_a_judge_that_does_not_answer_at_the_start_is_named_and_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
