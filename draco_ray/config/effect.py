@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from draco_ray.config.keys import flat
+from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import parse_override
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -17,7 +18,16 @@ def typed_keys(overrides: Iterable[str]) -> list[str]:
     >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
     ['seed', 'judge.limits.dollars']
     """
-    return [key for each in overrides for key, _ in flat(parse_override(each))]
+    leaves = set(dotted_keys())
+
+    def below(tree: Mapping[str, Any], prefix: str) -> list[str]:
+        found: list[str] = []
+        for name, value in tree.items():
+            key = f"{prefix}{name}"
+            found += below(value, f"{key}.") if isinstance(value, Mapping) and key not in leaves else [key]
+        return found
+
+    return [key for each in overrides for key in below(parse_override(each), "")]
 
 
 def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
