@@ -21,7 +21,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
 import ray
@@ -46,18 +45,6 @@ MOST_GROUPS = 1_000_000
 Wait = Callable[[str, str], AbstractContextManager[None]]
 
 
-class GroupState(StrEnum):
-    """Progress of a group, as stored and shown."""
-
-    PENDING = "pending"
-    ROLLED = "rolled"
-    MERGED = "merged"
-    SCORED = "scored"
-    CREDITED = "credited"
-    TRAINED = "trained"
-    FAILED = "failed"
-
-
 @dataclass(slots=True, kw_only=True)
 class Group:
     """A task's rollouts in a training step, and their results so far."""
@@ -67,8 +54,8 @@ class Group:
     """Position in the step's batch; earlier groups and those of earlier steps have priority."""
     task_id: str
     prompt: tuple[Message, ...]
-    state: GroupState = GroupState.PENDING
     reason: str | None = None
+    """Why the group was dropped from the update; None: it was not."""
     rollouts: list[RolloutSummary] = field(default_factory=list)
     phases: list[PhaseSummary] = field(default_factory=list)
     reward: RewardSummary | None = None
@@ -80,10 +67,6 @@ class Group:
     def name(self) -> str:
         """``step<n>/<task>``."""
         return f"step{self.step}/{self.task_id}"
-
-    def fail(self, reason: str) -> None:
-        """Drop the group from the update."""
-        self.state, self.reason = GroupState.FAILED, reason
 
 
 @dataclass
@@ -141,8 +124,6 @@ class Pipeline:
             self._member(group, rollout, existing) for rollout in range(self.config.group_size)
         )
         played = [member for member in members if member is not None]
-        group.state = GroupState.ROLLED
-        self.watch(group)
         if len(played) < 2:
             self._failed(
                 group, f"{len(played)} of {self.config.group_size} rollouts finished; a group needs at least 2"
@@ -203,7 +184,6 @@ class Pipeline:
             rubric = Judged(value=self.carried[group.task_id].rubric)
         else:
             rubric = self.static_rubric
-        group.state = GroupState.MERGED
 
         merged = self.config.merge_verdicts and self._cites
         scores = await gather_or_cancel(
@@ -216,8 +196,6 @@ class Pipeline:
         if len(group.reward.scored) < 2:
             self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
             return None
-        group.state = GroupState.SCORED
-        self.watch(group)
         if self.held_out is not None:
             context = CallContext(group=group.name, task_id=group.task_id)
             scored = [(m.rollout, m.trajectory, score.summary) for m, score in zip(members, scores, strict=True)]
@@ -326,7 +304,6 @@ class Pipeline:
         samples, advantages, step_tokens, summary = result
         with self.wait("advantages", group.name):
             group.advantage = await summary
-        group.state = GroupState.CREDITED
         if self.config.rubric_visits is not None and self._dynamic and (value := (await _value(rubric)).value):
             visits = self.carried.get(group.task_id, Carried()).visits + 1
             self.carried[group.task_id] = Carried(visits=visits, rubric=value)
@@ -346,14 +323,14 @@ class Pipeline:
         return judgement
 
     def _failed(self, group: Group, reason: str) -> None:
-        group.fail(reason)
+        group.reason = reason
         self.keep.group.remote(group.step, group.task_id, None, None, None, self._row(group))
         self.watch(group)
 
     def _row(self, group: Group) -> dict[str, Any]:
         scored = len(group.reward.scored) if group.reward else len(group.rollouts)
         return {
-            "state": group.state.value,
+            "state": "failed" if group.reason else "credited",
             "rollouts": len(group.rollouts),
             "lost": self.config.group_size - len(group.rollouts),
             "unscored": len(group.rollouts) - scored,

@@ -38,7 +38,7 @@ from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.base import make_environment
 from draco_ray.judging.phases import Phase
-from draco_ray.pipeline import Group, GroupState, Pipeline
+from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.agent import agent_template, fill_agent_prompt
 from draco_ray.runs.directory import RunDirectory
@@ -286,7 +286,7 @@ class Bench:
                 await asyncio.gather(*work)
             await streamed_update(self._learner, work, cell.minibatch)
         seconds = time.time() - started
-        failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
+        failed = [f"{group.name}: {group.reason}" for group in groups if group.advantage is None]
         if failed or any(len(group.rollouts) < GROUP for group in groups):
             sys.exit(
                 f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run the benchmark again"

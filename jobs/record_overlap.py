@@ -23,7 +23,7 @@ from rich.console import Console
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
-from draco_ray.pipeline import Group, GroupState, Pipeline
+from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.advantage_computer import start_advantage_computer
@@ -68,9 +68,6 @@ class Recorder:
         work = [asyncio.create_task(pipeline.run(group)) for group in groups]
         update = await streamed_update(learner, work, self._config.learner.minibatch_prompts)
         learned_at = time.time()
-        for group in groups:
-            if group.state is GroupState.CREDITED:
-                group.state = GroupState.TRAINED
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         await store.spans.remote(step, "spans", step_spans(groups, rest))
         now = time.time()

@@ -192,14 +192,7 @@ def release_start_lock() -> None:
             ray.kill(_start_locks.pop())
 
 
-def wait_for_room(
-    config: DracoConfig,
-    console: Console | None,
-    *,
-    autoscaled: bool = False,
-    free: Callable[[], Sequence[Resources]] | None = None,
-    request: Callable[[Sequence[Mapping[str, float]]], object] | None = None,
-) -> None:
+def wait_for_room(config: DracoConfig, console: Console | None, *, autoscaled: bool = False) -> None:
     """Return once every process of a run fits on some node; request the nodes from the autoscaler if there is one.
 
     Only free resources count: otherwise two runs could each hold half of what they need, and neither would ever start.
@@ -208,23 +201,19 @@ def wait_for_room(
         config: of the run.
         console: shows what the run waits for; None: nothing is shown.
         autoscaled: whether the cluster has an autoscaler.
-        free: free resources of each node; None asks Ray.
-        request: requests bundles from the autoscaler; None asks Ray.
 
     Raises:
         ClusterError: there is no room after ``watch.start_seconds``.
     """
-    free = free or _free
-    request = request or (lambda wanted: request_resources(bundles=[dict(each) for each in wanted]))
     needed, requested = bundles(config), False
 
     def problem() -> str:
         nonlocal requested
-        nodes = free()
+        nodes = _free()
         missing = unplaced(needed, nodes)
         if missing and autoscaled and not requested:
             requested = True
-            request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
+            request_resources(bundles=[{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
         why = "nodes were requested" if autoscaled else "another run may use the rest (see `ray status`)"
         return f"{_describe(needed, missing, nodes)}; {why}" if missing else ""
 
@@ -233,7 +222,7 @@ def wait_for_room(
     finally:
         if requested:
             # Cancel this request: from now on the run's own processes request what they need.
-            request([])
+            request_resources(bundles=[])
 
 
 def _wait(config: DracoConfig, console: Console | None, what: str, problem: Callable[[], str]) -> None:

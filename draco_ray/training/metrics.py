@@ -10,7 +10,7 @@ from draco_ray.algorithm.drift import drift
 from draco_ray.judging.held_out import HeldOutScores
 from draco_ray.judging.phases import PHASES
 from draco_ray.learner.base import UpdateMetrics
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import Group
 from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
@@ -71,7 +71,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "surviving_criteria": _mean([len(r.surviving) for r in rewards]),
         "groups": len(groups),
         "groups_with_signal": sum(has_spread(values) for values in group_rewards),
-        "groups_failed": sum(group.state is GroupState.FAILED for group in groups),
+        "groups_failed": sum(group.reason is not None for group in groups),
         "solved_tasks": [group.task_id for group in groups if solved(group, group_size)],
         "task_pass_rates": {group.task_id: rate for group in groups if (rate := group_pass_rate(group)) is not None},
         "rollouts": len(rollouts),

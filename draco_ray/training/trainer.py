@@ -41,7 +41,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError, ConfigError, RunStopped
 from draco_ray.judging.outage import span
 from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
-from draco_ray.pipeline import Group, GroupState, Pipeline
+from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
@@ -434,10 +434,6 @@ class Batches:
     _ahead: dict[int, Batch] = field(default_factory=dict, init=False)
     """The groups of each step that has begun."""
 
-    def note(self, step: int, solved: Sequence[str]) -> None:
-        """Record a finished step's solved tasks for the choice of later tasks."""
-        self.order.note(step, solved)
-
     @property
     def ahead(self) -> bool:
         """Whether a later step has begun."""
@@ -649,7 +645,7 @@ class Trainer:
         # Check before the checkpoint is written, so that a resumed run repeats a step without a group.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
-        self.batches.note(step, played["solved_tasks"])
+        self.batches.order.note(step, played["solved_tasks"])
 
         learned, learned_at = update_metrics(update.updates), time.time()
         update_ended = time.monotonic()
@@ -714,9 +710,6 @@ class Trainer:
             # Do this before engines on the same GPU wake up and take the memory that this forward pass needs.
             with self.pending.of("the learner's log-probs for the canary"):
                 probe = await self.weights.probe(update.fed)
-        for group in batch.groups:
-            if group.state is GroupState.CREDITED:
-                group.state = GroupState.TRAINED
         return update, probe
 
 

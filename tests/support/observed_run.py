@@ -20,7 +20,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.sampler import EngineStatistics
 from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import Group
 from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import PhaseSummary
 from draco_ray.training import progress
@@ -63,7 +63,7 @@ class Engines:
 
 def a_group() -> Group:
     """Two rollouts, a call of each phase, and one that failed."""
-    group = Group(step=3, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
+    group = Group(step=3, index=0, task_id="t_1", prompt=())
     group.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 0, 40, EpisodeEnd.TURN_LIMIT)]
     phases: list[PhaseSummary] = [a_phase(phase, 0, 2) for phase in PHASES]
     group.phases = [*phases, a_phase("score", 0, 1, error="cannot be parsed", rollout=1)]

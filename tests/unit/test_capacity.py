@@ -41,14 +41,12 @@ class Cluster:
     def wait(self, *, autoscaled: bool = False) -> list[str]:
         """The lines printed until there is room."""
         text = io.StringIO()
-        with patch.object(cluster, "time", self):
-            wait_for_room(
-                PAPER,
-                Console(file=text, width=1000),
-                autoscaled=autoscaled,
-                free=self.free,
-                request=self.asked.append,
-            )
+        with (
+            patch.object(cluster, "time", self),
+            patch.object(cluster, "_free", self.free),
+            patch.object(cluster, "request_resources", lambda bundles: self.asked.append(bundles)),
+        ):
+            wait_for_room(PAPER, Console(file=text, width=1000), autoscaled=autoscaled)
         return text.getvalue().splitlines()
 
 

@@ -16,7 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.engine.actor import gpu_share
 from draco_ray.errors import ConfigError
 from draco_ray.learner.base import UpdateMetrics
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import Group
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.progress import StepProgress
@@ -114,7 +114,6 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         return SimpleNamespace(gap_mean=0.0, live=True)
 
     async def run(group: Group) -> str:
-        group.state = GroupState.CREDITED
         return "samples"
 
     config = load_config(overrides=[*SHARED, "train.prompts_per_step=1", "learner.minibatch_prompts=1"])

@@ -26,7 +26,7 @@ from draco_ray.errors import CanaryFailed, ConfigError, EngineError
 from draco_ray.learner.base import LEARNERS, find_learner
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import Group
 from draco_ray.records import Adapter, TrainingSample
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
@@ -147,7 +147,6 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     advantages = actor(probe=lambda group, sampled, most: computer.probe(group.value, sampled, most))
 
     async def play(group: Group) -> Reference:
-        group.state = GroupState.CREDITED
         return Reference(samples(int(group.task_id[-1])))
 
     console = Console(quiet=True)

@@ -20,7 +20,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.engine.canary import CanaryReading
 from draco_ray.errors import LearnerError, RunStopped
-from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
+from draco_ray.pipeline import MOST_GROUPS, Group
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
@@ -136,7 +136,6 @@ class Run:
         await self._ticks(3)
         self._slots.release(slot)
         await self._ticks(JUDGE_TICKS)
-        group.state = GroupState.CREDITED
         return "samples"
 
     async def _weights(self, version: int) -> Awaitable[int]:
@@ -336,7 +335,7 @@ async def test_a_step_in_which_every_group_was_dropped_is_no_finished_one(
     run, saved = Run(tmp_path), []
 
     async def dropped(group: Group) -> None:
-        group.fail("no rubric")
+        group.reason = "no rubric"
 
     async def checkpoint(folder: Path) -> None:
         saved.append(folder)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from draco_ray.learner.base import UpdateMetrics
-from draco_ray.pipeline import Group, GroupState
+from draco_ray.pipeline import Group
 from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.summaries import AdvantageSummary, RewardSummary
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
@@ -35,7 +35,7 @@ def an_update(tokens: int, kl: float, grad_norm: float = 1.0, skipped: str | Non
 
 @pytest.fixture
 def groups() -> list[Group]:
-    good = Group(step=1, index=0, task_id="t_1", prompt=(), state=GroupState.CREDITED)
+    good = Group(step=1, index=0, task_id="t_1", prompt=())
     good.rollouts = [a_rollout(0, 0, 10), a_rollout(1, 2, 12, EpisodeEnd.TURN_LIMIT)]
     good.phases = [
         a_phase("stage1", 0, 2),
@@ -54,7 +54,7 @@ def groups() -> list[Group]:
         inert_spreads=(0.0,),
     )
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
-    lost.fail("0 of 2 rollouts finished; a group needs at least 2")
+    lost.reason = "0 of 2 rollouts finished; a group needs at least 2"
     return [good, lost]
 
 
@@ -106,7 +106,7 @@ def test_the_spread_is_a_mean_over_rollouts_not_over_groups(groups: list[Group])
 def test_settings_without_a_rubric_have_rewards_and_signal_too() -> None:
     groups = []
     for index, rewards in enumerate([(1.0, 0.0, 0.0), (1.0, 1.0, 1.0)]):
-        group = Group(step=1, index=index, task_id=f"t_{index}", prompt=(), state=GroupState.CREDITED)
+        group = Group(step=1, index=index, task_id=f"t_{index}", prompt=())
         group.advantage = AdvantageSummary(
             rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, active_spreads=(), inert_spreads=()
         )

@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.rows import grouped
-from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.training.overlap import busy_seconds
 
@@ -210,7 +209,7 @@ def _step(run: RunDirectory, line: Row) -> Step:
     phases = _phases(run, number, [span for stage, of in spans.items() for span in of if stage != "rollout"])
     states = {row["task_id"]: row["state"] for row in run.table("groups", number, ["task_id", "state"]).to_pylist()}
     groups = [
-        Group(rollouts=tuple(rollouts), phases=phases[task], failed=states.get(task) == GroupState.FAILED)
+        Group(rollouts=tuple(rollouts), phases=phases[task], failed=states.get(task) == "failed")
         for task, rollouts in _rollouts(run, number, spans["rollout"]).items()
     ]
     if not groups:
