@@ -37,7 +37,7 @@ from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE as REPLIES
 from draco_ray.judging.reply_cache import RESTORE, ReplyCache
 from draco_ray.lab.rows import grouped
-from draco_ray.learner.base import Accumulate, Publish, Remember, Update, UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
@@ -495,7 +495,7 @@ class _Relearner:
         set_threads(1)
         self._run, self._minibatch = run, config.learner.minibatch_prompts
         self._learner: LoraLearner = LoraLearner(config.model, learner_config(config), seed=config.seed)
-        self._worker = LearnerWorker(self._learner, rank=0, workers=1, fetch=list, publish=lambda adapter: adapter)
+        self._worker = LearnerWorker(self._learner, rank=0, workers=1)
 
     def check_tokens(
         self, step: int, samples: Sequence[list[TrainingSample] | None], metrics: Mapping[str, Any]
@@ -538,7 +538,7 @@ class _Relearner:
         """
         groups = [_resolved(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
-        self._worker.execute(Publish(version=step))
+        self._worker.publish(version=step)
         learned = update_metrics(update.updates)
         for name in ("valid_tokens", "updates", "grad_norm", *learned):
             if not _equal(learned[name], metrics.get(name), exact=True):
@@ -575,15 +575,15 @@ class _LocalLearner:
 
     async def accumulate(self, group: Any) -> object:
         """See `GroupLearner`."""
-        return self._worker.execute(Accumulate(groups=(group,)))
+        return self._worker.accumulate(group)
 
     async def remember_old_logprobs(self, group: Any) -> object:
         """See `GroupLearner`."""
-        return self._worker.execute(Remember(groups=(group,)))
+        return self._worker.remember(group)
 
     async def step(self) -> UpdateMetrics:
         """See `GroupLearner`."""
-        return Update().combine([self._worker.execute(Update())])
+        return over_workers([self._worker.update()])
 
 
 def _tensor_difference(recorded: Path, recomputed: Path) -> str:

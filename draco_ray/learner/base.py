@@ -1,4 +1,4 @@
-"""The interface of learners (``learner.use``), and the built-in learner's commands to its workers, without torch."""
+"""The interface of learners (``learner.use``), without torch."""
 
 from __future__ import annotations
 
@@ -62,105 +62,22 @@ class UpdateMetrics:
     """Largest r of a token, at least 1."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
-    """A command to all workers; commands run in the order of submission."""
+def over_workers(results: Sequence[UpdateMetrics]) -> UpdateMetrics:
+    """The metrics of one update from those of all workers, which are equal except for the extremes.
 
-    def combine(self, results: Sequence[Any]) -> Any:
-        """The command's result, from the workers' results by rank."""
-        return results[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Accumulate(Command):
-    """Add the gradients of whole groups.
-
-    With a sharded base, samples may be processed together with those of later commands, at the latest in the update.
-
-    Before the first update of a training step the importance ratio is 1, because the current policy sampled the
-    groups; after it, their old log-probs must have been computed with `Remember`.
+    Quantiles are midpoints of histogram bins, so they are clipped to the extremes.
     """
-
-    groups: tuple[Any, ...]
-    """References to lists of TrainingSample."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Remember(Command):
-    """Compute and keep the old log-probs of groups of a later minibatch."""
-
-    groups: tuple[Any, ...]
-    """References to lists of TrainingSample."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update(Command):
-    """One optimizer step from the accumulated gradients. Result: UpdateMetrics."""
-
-    def combine(self, results: Sequence[UpdateMetrics]) -> UpdateMetrics:
-        """The metrics, which are equal on all workers except for the extremes.
-
-        Quantiles are midpoints of histogram bins, so they are clipped to the extremes.
-        """
-        first = results[0]
-        low = min(result.engine_ratio_min for result in results)
-        high = max(result.engine_ratio_max for result in results)
-        return replace(
-            first,
-            engine_ratio_p01=min(max(first.engine_ratio_p01, low), high),
-            engine_ratio_p50=min(max(first.engine_ratio_p50, low), high),
-            engine_ratio_p99=min(max(first.engine_ratio_p99, low), high),
-            engine_ratio_min=low,
-            engine_ratio_max=high,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Publish(Command):
-    """End the training step. Result: a reference to the current Adapter, with which later groups are sampled."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveCheckpoint(Command):
-    """End the training step. Result of the worker of rank 0: a Snapshot, which the log writes to ``directory``.
-
-    After the checkpoint is written, no earlier command is repeated when workers restart.
-    """
-
-    directory: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprobs(Command):
-    """Result: each token's log-prob given the tokens before it, 0.0 for the first. For the canary."""
-
-    token_ids: tuple[int, ...]
-    adapter: bool
-    """False: log-probs of the base model."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stop(Command):
-    """End the training loop."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
-    """A worker's result for a command that failed and would fail again after a restart."""
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """Where workers start, at first or after a failure."""
-
-    checkpoint: str | None
-    """Path of the checkpoint to load; None: the untrained adapter."""
-    position: int
-    """Position of the first command to run."""
+    first = results[0]
+    low = min(result.engine_ratio_min for result in results)
+    high = max(result.engine_ratio_max for result in results)
+    return replace(
+        first,
+        engine_ratio_p01=min(max(first.engine_ratio_p01, low), high),
+        engine_ratio_p50=min(max(first.engine_ratio_p50, low), high),
+        engine_ratio_p99=min(max(first.engine_ratio_p99, low), high),
+        engine_ratio_min=low,
+        engine_ratio_max=high,
+    )
 
 
 LEARNERS = {"ray_lora": "draco_ray.learner.ray_lora:RayLoraLearner"}

@@ -7,16 +7,36 @@ checkpoint and repeat the commands after it; the driver, which still waits for i
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner.base import Command, Failed, SaveCheckpoint, Start, Stop
 from draco_ray.learner.checkpoint import Snapshot
 from draco_ray.observability.logs import private_files
 from draco_ray.placement import beside_the_driver
+
+
+class Command(NamedTuple):
+    """A call of a method of `draco_ray.learner.worker.LearnerWorker`, on every worker."""
+
+    method: str
+    groups: tuple[Any, ...] = ()
+    """The positional arguments: references to lists of TrainingSample."""
+    options: Mapping[str, Any] = {}
+    """The keyword arguments."""
+
+
+class Start(NamedTuple):
+    """Where workers start, at first or after a failure."""
+
+    checkpoint: str | None
+    """Path of the checkpoint to load; None: the untrained adapter."""
+    position: int
+    """Position of the first command to run."""
 
 
 def start_command_log(workers: int, resume_from: str | None, max_failures: int, run_name: str) -> Any:
@@ -34,7 +54,7 @@ def start_command_log(workers: int, resume_from: str | None, max_failures: int, 
 
 
 class CommandLog:
-    """Hands each command to all workers, and their combined result to the caller of `submit`.
+    """Hands each command to all workers, and their results to the caller of `submit`.
 
     It also reads and writes checkpoints for the workers, whose nodes need not see the run directory.
     """
@@ -51,35 +71,57 @@ class CommandLog:
         self._failures = -1
         """Number of starts since the last complete checkpoint, without the first start of the run."""
         self._last_failure = "a worker died or stalled"
-        self._log: dict[int, Command] = {}
+        self._log: dict[int, Command | None] = {}
+        """By position; None ends the workers."""
         self._results: dict[int, dict[int, Any]] = {}
         """By position, then rank."""
-        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._waiting: dict[int, asyncio.Future[list[Any]]] = {}
         self._end = 0
         self._start = Start(checkpoint=resume_from, position=0)
         self._grown = asyncio.Condition()
         self._failure: str | None = None
-        self._writing: asyncio.Task[None] | None = None
+        self._saving = asyncio.Lock()
 
-    async def submit(self, command: Command) -> Any:
-        """Append a command to the log and wait for its result, combined over workers.
+    async def submit(self, command: Command | None) -> list[Any]:
+        """Append a command to the log and wait for the workers' results, by rank.
 
         Raises: LearnerError if a worker could not run it, or once the workers are lost for good.
         """
         if self._failure is not None:
             raise LearnerError(self._failure)
         position = self._end
-        result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._waiting[position] = result
-        self._results[position] = {}
+        self._end += 1
+        self._log[position], self._results[position] = command, {}
+        results = self._waiting[position] = asyncio.get_running_loop().create_future()
         async with self._grown:
-            self._log[position] = command
-            self._end += 1
             self._grown.notify_all()
-        combined = await result
-        if isinstance(command, Stop) and self._writing is not None:
-            await asyncio.wait([self._writing])
-        return combined
+        return await results
+
+    async def save(self, directory: str) -> None:
+        """Write a checkpoint of the weights after the commands so far; later restarts begin from it.
+
+        The workers continue while it is written. Raises: LearnerError, as `submit`, or if it cannot be written.
+        """
+        async with self._saving:
+            position = self._end
+            snapshot, *_ = await self.submit(Command("snapshot"))
+            private_files()
+            try:
+                await asyncio.to_thread(snapshot.write, Path(directory))
+            except LearnerError:
+                raise
+            except Exception as error:
+                raise LearnerError(f"checkpoint {directory}: {type(error).__name__}: {error}") from error
+            self._start = Start(checkpoint=directory, position=position + 1)
+            self._failures = 0
+            self._log = {later: command for later, command in self._log.items() if later > position}
+
+    async def stop(self) -> None:
+        """End the workers after the commands so far, and wait until no checkpoint is being written."""
+        with suppress(LearnerError):
+            await self.submit(None)
+        async with self._saving:
+            pass
 
     async def start(self) -> Start | None:
         """The starting point for new workers: the last complete checkpoint and the command after it.
@@ -97,25 +139,26 @@ class CommandLog:
             )
         return self._start if self._failure is None else None
 
-    async def read_checkpoint(self, directory: str) -> Snapshot | Failed:
-        """Read a checkpoint of the run directory; Failed if it is damaged."""
+    async def read_checkpoint(self, directory: str) -> Snapshot | LearnerError:
+        """Read a checkpoint of the run directory; returns the error if it is damaged."""
         try:
             return await asyncio.to_thread(Snapshot.read, Path(directory))
         except LearnerError as error:
-            return Failed(message=str(error))
+            return error
 
     async def report_failure(self, reason: str) -> None:
         """Remember why workers restart, for the message after too many restarts."""
         self._last_failure = reason
 
-    async def next(self, position: int) -> Command:
-        """The command at a position of the log, once there is one; Stop after `fail`."""
+    async def next(self, position: int) -> Command | None:
+        """The command at a position of the log, once there is one; None: the worker ends."""
         async with self._grown:
             await self._grown.wait_for(lambda: position < self._end or self._failure is not None)
-            return Stop() if self._failure is not None else self._log[position]
+            return None if self._failure is not None else self._log[position]
 
     async def finish(self, rank: int, position: int, boxed: tuple[Any]) -> None:
-        """Take one worker's result of a command. Results of commands that are complete are ignored.
+        """Take one worker's result of a command; a LearnerError is raised in `submit`, since a restarted worker would
+        fail at the command again. Results of commands that are complete are ignored.
 
         The result is in a tuple because Ray would resolve an object reference that is itself an argument.
         """
@@ -126,41 +169,12 @@ class CommandLog:
         if len(results) < self._workers:
             return
         del self._results[position]
-        command = self._log[position]
-        failed = [result for result in results.values() if isinstance(result, Failed)]
+        waiting = self._waiting.pop(position)
+        failed = [result for result in results.values() if isinstance(result, LearnerError)]
         if failed:
-            self._complete(position, error=LearnerError(failed[0].message))
-        elif isinstance(command, SaveCheckpoint):
-            self._writing = asyncio.create_task(self._write(position, command.directory, results[0]))
+            waiting.set_exception(failed[0])
         else:
-            self._complete(position, command.combine([results[rank] for rank in range(self._workers)]))
-
-    async def _write(self, position: int, directory: str, snapshot: Snapshot) -> None:
-        """Write a checkpoint while the workers continue; later restarts begin from it."""
-        private_files()
-        try:
-            await asyncio.to_thread(snapshot.write, Path(directory))
-        except LearnerError as error:
-            self._complete(position, error=error)
-            return
-        except Exception as error:
-            message = f"checkpoint {directory}: {type(error).__name__}: {error}"
-            self._complete(position, error=LearnerError(message))
-            return
-        self._start = Start(checkpoint=directory, position=position + 1)
-        self._failures = 0
-        for done in [earlier for earlier in self._log if earlier <= position]:
-            del self._log[done]
-        self._complete(position)
-
-    def _complete(self, position: int, result: Any = None, error: LearnerError | None = None) -> None:
-        waiting = self._waiting.pop(position, None)
-        if waiting is None or waiting.done():
-            return
-        if error is not None:
-            waiting.set_exception(error)
-        else:
-            waiting.set_result(result)
+            waiting.set_result([results[rank] for rank in range(self._workers)])
 
     async def fail(self, message: str) -> None:
         """Give up: every waiting `submit` raises LearnerError with this message, and the workers stop.
@@ -170,6 +184,7 @@ class CommandLog:
         async with self._grown:
             self._failure = self._failure or message
             self._grown.notify_all()
-        for position in list(self._waiting):
-            self._complete(position, error=LearnerError(self._failure))
+        for waiting in self._waiting.values():
+            waiting.set_exception(LearnerError(self._failure))
+        self._waiting.clear()
         self._results.clear()

@@ -11,18 +11,8 @@ import ray
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.base import (
-    Accumulate,
-    Command,
-    Publish,
-    Remember,
-    SaveCheckpoint,
-    Stop,
-    TokenLogprobs,
-    Update,
-    UpdateMetrics,
-)
-from draco_ray.learner.command_log import start_command_log
+from draco_ray.learner.base import UpdateMetrics, over_workers
+from draco_ray.learner.command_log import Command, start_command_log
 from draco_ray.learner.train_loop import LoopSettings, fit
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
@@ -62,8 +52,8 @@ class RayLoraLearner:
         self._seed = seed
         self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
         self._log: Any = None
-        self._unsent: dict[type[Accumulate | Remember], tuple[list[Any], asyncio.Task[None]]] = {}
-        """Groups that wait for the workers, and the task that sends them."""
+        self._unsent: dict[str, tuple[list[Any], asyncio.Task[None]]] = {}
+        """By method of the workers: the groups that wait for it, and the task that sends them."""
         self._sending = asyncio.Lock()
         self._fit: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -96,27 +86,30 @@ class RayLoraLearner:
 
     async def accumulate(self, group: ray.ObjectRef[Any]) -> None:
         """Add the gradients of one group's samples."""
-        await self._submit_together(Accumulate, group)
+        await self._submit_together("accumulate", group)
 
     async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
         """Store log-probs of a later minibatch's group, computed with the weights at the step's start."""
-        await self._submit_together(Remember, group)
+        await self._submit_together("remember", group)
 
     async def step(self) -> UpdateMetrics:
         """One optimizer update from everything accumulated."""
-        return await self._submit(Update())
+        return over_workers(await self._call(self._log.submit, Command("update")))
 
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """A reference to the current Adapter; groups that are accumulated later count as sampled with it."""
-        return await self._submit(Publish(version=version))
+        adapter, *_ = await self._call(self._log.submit, Command("publish", options={"version": version}))
+        return adapter
 
     async def checkpoint(self, directory: Path) -> None:
         """Write a complete checkpoint: PEFT adapter, optimizer, counters."""
-        await self._submit(SaveCheckpoint(directory=str(directory.resolve())))
+        await self._call(self._log.save, str(directory.resolve()))
 
     async def token_logprobs(self, token_ids: IntArray | list[int], *, adapter: bool = True) -> FloatArray:
         """Log-prob of every token, 0.0 for the first; for the canary."""
-        return await self._submit(TokenLogprobs(token_ids=tuple(int(t) for t in token_ids), adapter=adapter))
+        options = {"token_ids": [int(token) for token in token_ids], "adapter": adapter}
+        logprobs, *_ = await self._call(self._log.submit, Command("token_logprobs", options=options))
+        return logprobs
 
     async def stop(self, timeout: float = PATIENCE_SECONDS) -> None:
         """End the loop and its processes; after ``timeout`` seconds they are interrupted, then killed."""
@@ -125,7 +118,7 @@ class RayLoraLearner:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 with contextlib.suppress(LearnerError):
-                    await self._submit(Stop())
+                    await self._call(self._log.stop)
                 await asyncio.shield(self._watch)
         # Interrupt first: Ray Train then frees its placement group. After a kill, Ray keeps the group until the job
         # ends.
@@ -138,23 +131,24 @@ class RayLoraLearner:
         await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
         self._log = None
 
-    async def _submit_together(self, command: type[Accumulate | Remember], group: ray.ObjectRef[Any]) -> None:
+    async def _submit_together(self, method: str, group: ray.ObjectRef[Any]) -> None:
         """Submit a group with those that wait while the workers are busy, to share micro-batches and prefixes."""
-        if command not in self._unsent:
+        if method not in self._unsent:
             groups: list[Any] = []
-            self._unsent[command] = groups, asyncio.create_task(self._send(command, groups))
-        groups, sent = self._unsent[command]
+            self._unsent[method] = groups, asyncio.create_task(self._send(method, groups))
+        groups, sent = self._unsent[method]
         groups.append(group)
         await sent
 
-    async def _send(self, command: type[Accumulate | Remember], groups: list[Any]) -> None:
+    async def _send(self, method: str, groups: list[Any]) -> None:
         async with self._sending:
-            del self._unsent[command]
-            await self._submit(command(groups=tuple(groups)))
+            del self._unsent[method]
+            await self._call(self._log.submit, Command(method, groups=tuple(groups)))
 
-    async def _submit(self, command: Command) -> Any:
+    async def _call(self, method: Any, *given: Any) -> Any:
+        """Call a method of the log."""
         try:
-            return await self._log.submit.remote(command)
+            return await method.remote(*given)
         except ray.exceptions.ActorDiedError:
             raise LearnerError(
                 "the learner's actor was lost; check for lack of memory on the driver's node, then resume the run"

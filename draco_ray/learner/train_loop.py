@@ -2,7 +2,7 @@
 
 Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and restarts all of them when
 one dies. Their starting point comes from the command log, not from `ray.train.get_checkpoint`, because a checkpoint is
-useful only together with its position in the log. `HangWatchdog` ends a worker whose kernel hangs.
+useful only together with its position in the log. `end_if_hung` ends a worker whose kernel hangs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,59 +21,24 @@ from draco_ray.config.machine import set_threads
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.actor import CoreWatch
 from draco_ray.errors import DracoError, LearnerError
-from draco_ray.learner.base import Failed, Start, Stop
+from draco_ray.learner.command_log import Start
+from draco_ray.records import Adapter
 
 LOOK_SECONDS = 5.0
 
 
-class HangWatchdog:
-    """Checks in a thread whether the current command makes progress.
+def end_if_hung(watch: CoreWatch, progress: Callable[[], int], end: Callable[[], object]) -> None:
+    """Call ``end`` when the running call makes no progress. Run in a daemon thread, which lasts as long as the process.
 
     Ray Train's own health check is answered by another thread of the process, so it does not see that a kernel hangs.
+
+    Args:
+        watch: counts the calls.
+        progress: a counter that grows while a call makes progress.
     """
-
-    def __init__(
-        self,
-        seconds: float,
-        progress: Callable[[], int],
-        end: Callable[[], object],
-        *,
-        look_seconds: float | None = None,
-    ) -> None:
-        """
-        Args:
-            seconds: time without progress after which a command counts as hung.
-            progress: a counter that grows while a command makes progress.
-            end: called once, in the watchdog's thread, when a command hangs.
-            look_seconds: interval between two checks; None: `LOOK_SECONDS`.
-        """
-        self._look_seconds = LOOK_SECONDS if look_seconds is None else look_seconds
-        self._watch = CoreWatch(seconds, self._look_seconds)
-        self._progress, self._end = progress, end
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Run the check periodically in the background while the with-block runs."""
-        over = threading.Event()
-        thread = threading.Thread(target=self._look, args=(over,), name="hang watchdog", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    @contextmanager
-    def command(self) -> Iterator[None]:
-        """Count the block as the current command."""
-        with self._watch.call():
-            yield
-
-    def _look(self, over: threading.Event) -> None:
-        while not over.wait(self._look_seconds):
-            if self._watch.stands_still(self._progress()):
-                self._end()
-                return
+    while not watch.stands_still(progress()):
+        time.sleep(LOOK_SECONDS)
+    end()
 
 
 TELL_SECONDS = 10.0
@@ -97,7 +63,7 @@ class LogLost(Exception):
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> None:
-    """Run the log's commands until Stop, or until the log is lost: Ray Train's `train_loop_per_worker`."""
+    """Run the log's commands until it ends or is lost: Ray Train's `train_loop_per_worker`."""
     given = settings["settings"]
     try:
         # Ask for the start first, because the log counts the starts.
@@ -174,35 +140,30 @@ def _run(given: LoopSettings, start: Start) -> None:
         )
         if start.checkpoint is not None:
             snapshot = _get(given.log.read_checkpoint.remote(start.checkpoint))
-            if isinstance(snapshot, Failed):
-                raise LearnerError(snapshot.message)
+            if isinstance(snapshot, LearnerError):
+                raise snapshot
             learner.restore(snapshot, start.checkpoint)
     except DracoError as error:
         _get(given.log.fail.remote(str(error)))
         return
-    worker = LearnerWorker(
-        learner,
-        rank=rank,
-        workers=workers,
-        fetch=lambda groups: ray.get(list(groups)),
-        publish=ray.put,
-    )
+    worker = LearnerWorker(learner, rank=rank, workers=workers)
     seconds = given.config.hang_seconds
-    watch = HangWatchdog(seconds, lambda: learner.policy.progress, partial(_end_hung, given.log, seconds))
+    watch = CoreWatch(seconds, LOOK_SECONDS)
+    hung = (watch, lambda: learner.policy.progress, partial(_end_hung, given.log, seconds))
+    threading.Thread(target=end_if_hung, args=hung, name="hang watch", daemon=True).start()
     position = start.position
-    with watch.watching():
-        while True:
-            command = _get(given.log.next.remote(position))
-            try:
-                with watch.command():
-                    result = worker.execute(command)
-            except (DracoError, ValueError, OSError) as error:
-                # Return the error instead of raising it: a restarted worker would fail at the same command again.
-                result = Failed(message=str(error))
-            _get(given.log.finish.remote(rank, position, (result,)))
-            if isinstance(command, Stop):
-                return
-            position += 1
+    while (command := _get(given.log.next.remote(position))) is not None:
+        try:
+            with watch.call():
+                result = getattr(worker, command.method)(*ray.get(list(command.groups)), **command.options)
+                if isinstance(result, Adapter):
+                    result = ray.put(result)
+        except (DracoError, ValueError, OSError) as error:
+            # Return the error instead of raising it: a restarted worker would fail at the same command again.
+            result = LearnerError(str(error))
+        _get(given.log.finish.remote(rank, position, (result,)))
+        position += 1
+    _get(given.log.finish.remote(rank, position, (None,)))
 
 
 def _end_hung(log: Any, seconds: float) -> None:
@@ -219,7 +180,7 @@ def _end_hung(log: Any, seconds: float) -> None:
 def fit(settings: LoopSettings) -> None:
     """Run the loop on all workers until it ends; blocks.
 
-    All workers restart when one dies, does not answer for ``learner.stall_seconds``, or hangs (`HangWatchdog`), until
+    All workers restart when one dies, does not answer for ``learner.stall_seconds``, or hangs (`end_if_hung`), until
     the command log gives up.
 
     Raises: ray.train.TrainingFailedError if the workers cannot be started.

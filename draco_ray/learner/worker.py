@@ -1,20 +1,11 @@
-"""Runs a learner's commands on one worker, which keeps its shard of the samples and their old log-probs."""
+"""One worker of the learner, which keeps its shard of the samples and their old log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from draco_ray.learner.base import (
-    Accumulate,
-    Command,
-    Publish,
-    Remember,
-    SaveCheckpoint,
-    Stop,
-    TokenLogprobs,
-    Update,
-)
+from draco_ray.learner.base import UpdateMetrics
+from draco_ray.learner.checkpoint import Snapshot
 from draco_ray.learner.lora_learner import LoraLearner, trained_length
 from draco_ray.learner.packing import balance
 from draco_ray.records import Adapter, FloatArray, TrainingSample
@@ -70,37 +61,20 @@ class PendingSamples:
 
 
 class LearnerWorker:
-    """Runs commands on one of ``workers`` replicas of the learner.
+    """One of ``workers`` replicas of the learner. All replicas get the same calls in the same order.
 
-    Every worker sees every command and assigns the samples to shards in the same way: each sample goes to the shard
-    with the fewest tokens since the last update. Only `Update` synchronises the workers. With a sharded base, every
-    pass does too, so samples may wait until every shard has as many micro-batches, at the latest until the update.
-    Workers that share sequences (`learner.context_parallel`) have the same shard.
+    Every worker sees all samples and assigns them to shards in the same way: each sample goes to the shard with the
+    fewest tokens since the last update. Only `update` synchronises the workers. With a sharded base, every pass does
+    too, so samples may wait until every shard has as many micro-batches, at the latest until the update. Workers that
+    share sequences (`learner.context_parallel`) have the same shard.
     """
 
-    def __init__(
-        self,
-        learner: LoraLearner,
-        *,
-        rank: int,
-        workers: int,
-        fetch: Callable[[Sequence[Any]], Sequence[Sequence[TrainingSample]]],
-        publish: Callable[[Adapter], Any],
-    ) -> None:
-        """
-        Args:
-            learner: this worker's replica.
-            rank: this worker's rank.
-            workers: number of workers.
-            fetch: resolves references to groups of samples.
-            publish: puts the adapter into the object store and returns a reference.
-        """
+    def __init__(self, learner: LoraLearner, *, rank: int, workers: int) -> None:
+        """``learner``: this worker's replica; ``rank``: of this worker."""
         self._learner = learner
         self._rank = rank
         self._shard, self._shards = rank // learner.context_size, workers // learner.context_size
         """Index of this worker's shard, and the number of shards."""
-        self._fetch = fetch
-        self._publish = publish
         self._remembered_by: dict[SampleKey, int] = {}
         """The shard that has a sample's old log-probs."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
@@ -110,48 +84,15 @@ class LearnerWorker:
         """Whether the weights have changed since the training step began."""
         self._reset_loads()
 
-    def execute(self, command: Command) -> Any:
-        """Run one command and return this worker's result.
+    def accumulate(self, *groups: Sequence[TrainingSample]) -> None:
+        """Add the gradients of whole groups.
 
-        Raises: ValueError if the old log-probs of samples are needed and were not computed.
+        Before the first update of a training step the importance ratio is 1, because the current policy sampled the
+        groups; after it, their old log-probs must have been computed with `remember`.
+
+        Raises: ValueError if they were not.
         """
-        match command:
-            case Accumulate(groups=groups):
-                self._accumulate([sample for group in self._fetch(groups) for sample in group])
-            case Remember(groups=groups):
-                self._remember([sample for group in self._fetch(groups) for sample in group])
-            case Update():
-                self._run_remember(everything=True)
-                self._run_accumulate(everything=True)
-                self._reset_loads()
-                self._updated = True
-                metrics = self._learner.step()
-                self._learner.release_memory()
-                return metrics
-            case Publish(version=version):
-                self._updated = False
-                return self._publish(self._learner.adapter(version)) if self._rank == 0 else None
-            case SaveCheckpoint(directory=directory):
-                if self._remembered_by or self._on_policy or self._with_old:
-                    raise ValueError(
-                        f"checkpoint {directory} was requested in the middle of a training step; finish the step's "
-                        "minibatches first"
-                    )
-                self._updated = False
-                return self._learner.snapshot() if self._rank == 0 else None
-            case TokenLogprobs(token_ids=token_ids, adapter=adapter):
-                if self._shard > 0 and not self._learner.sharded:
-                    return None
-                logprobs = self._learner.token_logprobs(token_ids, adapter=adapter)
-                self._learner.release_memory()
-                return logprobs
-            case Stop():
-                return None
-            case _:
-                raise ValueError(f"unknown learner command {command!r}")
-        return None
-
-    def _accumulate(self, samples: Sequence[TrainingSample]) -> None:
+        samples = [sample for group in groups for sample in group]
         remembered = [sample for sample in samples if _key(sample) in self._remembered_by]
         fresh = [sample for sample in samples if _key(sample) not in self._remembered_by]
         if fresh and self._updated:
@@ -165,18 +106,58 @@ class LearnerWorker:
         self._with_old.add(remembered, [self._remembered_by.pop(_key(sample)) for sample in remembered])
         self._run_accumulate(everything=not self._learner.sharded)
 
+    def remember(self, *groups: Sequence[TrainingSample]) -> None:
+        """Compute and keep the old log-probs of groups of a later minibatch."""
+        samples = [sample for group in groups for sample in group]
+        shards = self._assign(samples, self._remembered_loads)
+        self._remembered_by.update(zip(map(_key, samples), shards, strict=True))
+        self._to_remember.add(samples, shards)
+        self._run_remember(everything=not self._learner.sharded)
+
+    def update(self) -> UpdateMetrics:
+        """One optimizer step from the accumulated gradients; the result needs `draco_ray.learner.base.over_workers`."""
+        self._run_remember(everything=True)
+        self._run_accumulate(everything=True)
+        self._reset_loads()
+        self._updated = True
+        metrics = self._learner.step()
+        self._learner.release_memory()
+        return metrics
+
+    def publish(self, *, version: int) -> Adapter | None:
+        """End the training step. Returns: the adapter with which later groups are sampled; None but for rank 0."""
+        self._updated = False
+        return self._learner.adapter(version) if self._rank == 0 else None
+
+    def snapshot(self) -> Snapshot | None:
+        """End the training step. Returns: the content of a checkpoint; None but for rank 0.
+
+        Raises: ValueError in the middle of a training step.
+        """
+        if self._remembered_by or self._on_policy or self._with_old:
+            raise ValueError(
+                "a checkpoint was requested in the middle of a training step; finish the step's minibatches first"
+            )
+        self._updated = False
+        return self._learner.snapshot() if self._rank == 0 else None
+
+    def token_logprobs(self, *, token_ids: Sequence[int], adapter: bool) -> FloatArray | None:
+        """Each token's log-prob given the tokens before it, 0.0 for the first, with or without the adapter.
+
+        Returns: None on workers that need not take part.
+        """
+        if self._shard > 0 and not self._learner.sharded:
+            return None
+        logprobs = self._learner.token_logprobs(token_ids, adapter=adapter)
+        self._learner.release_memory()
+        return logprobs
+
     def _run_accumulate(self, *, everything: bool) -> None:
         samples, count = self._take(self._with_old, everything)
         old_logprobs = [self._old_logprobs.pop(_key(sample)) for sample in samples]
         self._learner.accumulate(samples, old_logprobs, num_micro_batches=count)
         samples, count = self._take(self._on_policy, everything)
         self._learner.accumulate(samples, num_micro_batches=count)
-
-    def _remember(self, samples: Sequence[TrainingSample]) -> None:
-        shards = self._assign(samples, self._remembered_loads)
-        self._remembered_by.update(zip(map(_key, samples), shards, strict=True))
-        self._to_remember.add(samples, shards)
-        self._run_remember(everything=not self._learner.sharded)
 
     def _run_remember(self, *, everything: bool) -> None:
         samples, count = self._take(self._to_remember, everything)

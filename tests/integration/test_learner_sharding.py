@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
-from draco_ray.learner.base import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
+from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.learner.context import context_group
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.worker import LearnerWorker
@@ -153,23 +153,26 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
     later = samples(2, [40, 25, 10])
     computed = count_samples(worker._learner)
 
-    def counted(command: Accumulate | Remember) -> dict[str, int]:
+    def counted(call: Callable[..., None], group: list[TrainingSample]) -> dict[str, int]:
         before = sum(computed)
-        worker.execute(command)
+        call(group)
         return {"samples": sum(computed) - before}
 
+    def learned(group: list[TrainingSample]) -> UpdateMetrics:
+        worker.accumulate(group)
+        return worker.update()
+
     answers: dict[str, Any] = {
-        "uneven": counted(Accumulate(groups=(uneven,))),
-        "single": counted(Accumulate(groups=(single,))),
-        "remembered": counted(Remember(groups=(later,))),
-        "first": worker.execute(Update()),
-        "later": worker.execute(Accumulate(groups=(later,))),
-        "second": worker.execute(Update()),
-        "logprobs": worker.execute(TokenLogprobs(token_ids=tuple(range(30)), adapter=True)),
-        "base": worker.execute(TokenLogprobs(token_ids=tuple(range(30)), adapter=False)),
-        "adapter": worker.execute(Publish(version=1)),
+        "uneven": counted(worker.accumulate, uneven),
+        "single": counted(worker.accumulate, single),
+        "remembered": counted(worker.remember, later),
+        "first": worker.update(),
+        "second": learned(later),
+        "logprobs": worker.token_logprobs(token_ids=range(30), adapter=True),
+        "base": worker.token_logprobs(token_ids=range(30), adapter=False),
+        "adapter": worker.publish(version=1),
     }
-    snapshot = worker.execute(SaveCheckpoint(directory=str(directory / "checkpoint")))
+    snapshot = worker.snapshot()
     if snapshot is not None:
         # The command log would write what the worker of rank 0 answers.
         snapshot.write(directory / "checkpoint")
@@ -201,7 +204,7 @@ def frozen_bytes(learner: LoraLearner) -> int:
 
 
 def worker_of(learner: LoraLearner, rank: int, workers: int) -> LearnerWorker:
-    return LearnerWorker(learner, rank=rank, workers=workers, fetch=lambda groups: groups, publish=lambda one: one)
+    return LearnerWorker(learner, rank=rank, workers=workers)
 
 
 def in_double(directory: Path, kind: str, name: str, **group: Any) -> dict[str, Any]:
@@ -314,11 +317,11 @@ def assert_one_learner(found: list[dict[str, Any]], alone: dict[str, Any], *, ex
     loose: dict[str, Any] = {"rel": near["rtol"], "abs": near["atol"]}
     for update in ("first", "second"):
         metrics = [one[update] for one in found]
-        together = Update().combine(metrics)
-        assert together == Update().combine(metrics[::-1])
+        together = over_workers(metrics)
+        assert together == over_workers(metrics[::-1])
         assert together.skipped is None
         # The answer of a single worker is combined as well.
-        for name, expected in dataclasses.asdict(Update().combine([alone[update]])).items():
+        for name, expected in dataclasses.asdict(over_workers([alone[update]])).items():
             if name not in ("computed_tokens", "skipped"):
                 assert getattr(together, name) == pytest.approx(expected, **loose), name
     for one in found:

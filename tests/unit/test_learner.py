@@ -20,20 +20,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.base import (
-    Accumulate,
-    Publish,
-    Remember,
-    SaveCheckpoint,
-    Stop,
-    TokenLogprobs,
-    Update,
-    UpdateMetrics,
-)
 from draco_ray.learner.lora_learner import SUMS, LoraLearner, trained_length
 from draco_ray.learner.loss import HISTOGRAM_BINS
 from draco_ray.learner.worker import LearnerWorker
-from draco_ray.records import Adapter, TrainingSample
+from draco_ray.records import TrainingSample
 from draco_ray.runs.checkpoints import ADAPTER, OPTIMIZER, read_updates
 from tests.support.killed import Killed, killed_after
 
@@ -464,13 +454,16 @@ def test_a_checkpoint_holds_the_weights_it_was_asked_for_whatever_is_learned_bef
     learner, apart = make_learner(model), make_learner(model)
     worker = make_worker(learner)
     for each in (worker, make_worker(apart)):
-        each.execute(Accumulate(groups=(make_samples(seed=1),)))
-        each.execute(Update())
+        each.accumulate(make_samples(seed=1))
+        each.update()
     apart.save(tmp_path / "at-once")
-    first = worker.execute(SaveCheckpoint(directory="step00001"))
-    worker.execute(Accumulate(groups=(make_samples(seed=2),)))
-    worker.execute(Update())
-    worker.execute(SaveCheckpoint(directory="step00002")).write(tmp_path / "step00002")
+    first = worker.snapshot()
+    worker.accumulate(make_samples(seed=2))
+    worker.update()
+    second = worker.snapshot()
+    assert first is not None
+    assert second is not None
+    second.write(tmp_path / "step00002")
     first.write(tmp_path / "step00001")
     for name in (ADAPTER, OPTIMIZER):
         written, expected = (tmp_path / folder / name for folder in ("step00001", "at-once"))
@@ -606,13 +599,7 @@ def test_a_model_that_cannot_be_loaded_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def make_worker(learner: LoraLearner, rank: int = 0, workers: int = 1) -> LearnerWorker:
-    published: list[Adapter] = []
-
-    def publish(adapter: Adapter) -> Adapter:
-        published.append(adapter)
-        return adapter
-
-    return LearnerWorker(learner, rank=rank, workers=workers, fetch=lambda groups: groups, publish=publish)
+    return LearnerWorker(learner, rank=rank, workers=workers)
 
 
 def test_workers_share_every_sample_between_them(model: ModelConfig) -> None:
@@ -620,9 +607,9 @@ def test_workers_share_every_sample_between_them(model: ModelConfig) -> None:
     workers = [make_worker(make_learner(model), rank, workers=3) for rank in range(3)]
     tokens = []
     for worker in workers:
-        for command in (Remember, Accumulate):
+        for call in (worker.remember, worker.accumulate):
             for group in (samples[:4], samples[4:]):
-                worker.execute(command(groups=(group,)))
+                call(group)
         tokens.append(worker._learner._sums["valid_tokens"])
     assert sum(tokens) == sum(int(sample.loss_mask_T.sum()) for sample in samples)
     assert min(tokens) > 0
@@ -643,17 +630,17 @@ def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: Mode
     added = []
     for group in groups[:3]:
         for worker in workers:
-            worker.execute(Accumulate(groups=(group,)))
+            worker.accumulate(group)
         added.append([learner._sums["samples"] for learner in learners])
         assert len({len(seen) for seen in passes}) == 1
     for worker in workers:
-        worker.execute(Remember(groups=(groups[3],)))
+        worker.remember(groups[3])
     assert added[0] == [0, 0, 0]
     assert sum(added[-1]) == 6
     vectors: list[torch.Tensor] = []
     for learner, worker in zip(learners, workers, strict=True):
         learner._reduce = lambda flat: vectors.append(flat.clone())
-        worker.execute(Update())
+        worker.update()
     assert len({len(seen) for seen in passes}) == 1
     # A reference and a training pass for each of eight samples, a pass for each of six old log-probs: 22 over three.
     assert sum(map(len, passes)) <= 3 * 9
@@ -668,10 +655,10 @@ def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: Mode
     )
 
     for worker in workers:
-        worker.execute(Accumulate(groups=(groups[3],)))
+        worker.accumulate(groups[3])
     later = [learner._sums["samples"] for learner in learners]
     for worker in workers:
-        worker.execute(Update())
+        worker.update()
     assert sum(later) <= 6
     assert len({len(seen) for seen in passes}) == 1
 
@@ -680,9 +667,9 @@ def test_no_checkpoint_while_samples_wait(model: ModelConfig, tmp_path: Path) ->
     learner = make_learner(model)
     learner.sharded = True
     worker = make_worker(learner, rank=0, workers=2)
-    worker.execute(Accumulate(groups=(make_samples(1),)))
+    worker.accumulate(make_samples(1))
     with pytest.raises(ValueError, match="in the middle of a training step"):
-        worker.execute(SaveCheckpoint(directory=str(tmp_path / "early")))
+        worker.snapshot()
 
 
 def watched(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]:
@@ -697,18 +684,17 @@ def watched(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]
 
 def test_later_minibatches_use_the_old_logprobs_of_the_steps_start(model: ModelConfig, tmp_path: Path) -> None:
     worker, samples = make_worker(make_learner(model)), make_samples()
-    worker.execute(Accumulate(groups=(samples[:4],)))
-    worker.execute(Remember(groups=(samples[4:],)))
-    assert worker.execute(Update()).clip_fraction == 0
+    worker.accumulate(samples[:4])
+    worker.remember(samples[4:])
+    assert worker.update().clip_fraction == 0
     with pytest.raises(ValueError, match="in the middle of a training step"):
-        worker.execute(SaveCheckpoint(directory=str(tmp_path / "early")))
-    worker.execute(Accumulate(groups=(samples[4:],)))
-    second = worker.execute(Update())
-    assert isinstance(second, UpdateMetrics)
+        worker.snapshot()
+    worker.accumulate(samples[4:])
+    second = worker.update()
     assert second.clip_fraction > 0  # the first update, at this learning rate, moved the ratios out of the clip range
-    worker.execute(Publish(version=1))
-    worker.execute(Accumulate(groups=(samples[:4],)))
-    assert worker.execute(Update()).clip_fraction == 0
+    worker.publish(version=1)
+    worker.accumulate(samples[:4])
+    assert worker.update().clip_fraction == 0
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0, 0.0])
@@ -720,22 +706,22 @@ def test_after_an_update_a_shared_gpu_gets_its_memory_back(
     seen: list[list[torch.Tensor | None]] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append([p.grad for p in learner.policy.parameters]))
     worker = make_worker(learner)
-    worker.execute(Accumulate(groups=(make_samples(),)))
+    worker.accumulate(make_samples())
     assert seen == []
-    worker.execute(Update())
+    worker.update()
     given_back = [None] * len(learner.policy.parameters)
     assert seen == ([given_back] if share == 0.4 else [])
     # The canary's pass: the last before the engines wake, at the start as well.
-    worker.execute(TokenLogprobs(token_ids=(1, 2, 3), adapter=True))
+    worker.token_logprobs(token_ids=(1, 2, 3), adapter=True)
     assert seen == ([given_back] * 2 if share == 0.4 else [])
 
 
 def test_samples_that_were_not_remembered_are_refused_after_an_update(model: ModelConfig) -> None:
     worker, samples = make_worker(make_learner(model)), make_samples()
-    worker.execute(Accumulate(groups=(samples[:4],)))
-    worker.execute(Update())
+    worker.accumulate(samples[:4])
+    worker.update()
     with pytest.raises(ValueError, match=r"4 samples \(first: \('step0/t_1', 0, 0\)\) arrived after an update"):
-        worker.execute(Accumulate(groups=(samples[4:],)))
+        worker.accumulate(samples[4:])
 
 
 def test_branches_of_one_rollout_are_remembered_each_for_itself(model: ModelConfig) -> None:
@@ -744,11 +730,11 @@ def test_branches_of_one_rollout_are_remembered_each_for_itself(model: ModelConf
     updates = []
     for later in (samples[4:], branches):
         worker = make_worker(make_learner(model))
-        worker.execute(Remember(groups=(later,)))
-        worker.execute(Accumulate(groups=(samples[:4],)))
-        worker.execute(Update())
-        worker.execute(Accumulate(groups=(later,)))
-        updates.append(worker.execute(Update()))
+        worker.remember(later)
+        worker.accumulate(samples[:4])
+        worker.update()
+        worker.accumulate(later)
+        updates.append(worker.update())
     assert updates[0] == updates[1]
 
 
@@ -756,8 +742,7 @@ def test_rank_zero_speaks_for_all(model: ModelConfig) -> None:
     learner = make_learner(model)
     for rank in (0, 1):
         worker = make_worker(learner, rank, workers=2)
-        canary = worker.execute(TokenLogprobs(token_ids=(1, 2, 3), adapter=True))
-        adapter = worker.execute(Publish(version=3))
-        snapshot = worker.execute(SaveCheckpoint(directory="step00001"))
+        canary = worker.token_logprobs(token_ids=(1, 2, 3), adapter=True)
+        adapter = worker.publish(version=3)
+        snapshot = worker.snapshot()
         assert (canary is None, adapter is None, snapshot is None) == (rank == 1,) * 3
-        worker.execute(Stop())

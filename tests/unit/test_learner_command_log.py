@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner.base import Failed, Publish, SaveCheckpoint, Start, Stop, TokenLogprobs, Update
 from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.command_log import CommandLog
-from tests.unit.test_training_metrics import an_update
+from draco_ray.learner.command_log import Command, CommandLog, Start
 
 
 class Writes:
@@ -33,12 +31,20 @@ class Writes:
         self.written.append(directory)
 
 
-CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
+CANARY = Command("token_logprobs", options={"token_ids": (1, 2), "adapter": True})
+PUBLISH = Command("publish", options={"version": 1})
 
 
-async def submitted(log: CommandLog, command: object) -> asyncio.Task[object]:
+async def submitted(log: CommandLog, command: Command | None) -> asyncio.Task[list[Any]]:
     """Submit and let it reach the log."""
-    task = asyncio.create_task(log.submit(command))  # type: ignore[arg-type]
+    task = asyncio.create_task(log.submit(command))
+    await asyncio.sleep(0)
+    return task
+
+
+async def asked_to_save(log: CommandLog, directory: str) -> asyncio.Task[None]:
+    """Ask for a checkpoint and let the command reach the log."""
+    task = asyncio.create_task(log.save(directory))
     await asyncio.sleep(0)
     return task
 
@@ -52,22 +58,13 @@ async def started(log: CommandLog) -> Start:
 
 async def test_every_worker_gets_every_command_in_order() -> None:
     log = CommandLog(workers=2)
-    commands = (Publish(version=1), CANARY, Stop())
+    commands = (PUBLISH, CANARY, None)
     tasks = [await submitted(log, command) for command in commands]
     for rank in range(2):
         assert [await log.next(position) for position in range(3)] == list(commands)
         for position in range(3):
             await log.finish(rank, position, ((rank, position),))
-    assert await asyncio.gather(*tasks) == [(0, 0), (0, 1), (0, 2)]  # rank 0 speaks for all
-
-
-async def test_an_updates_extremes_are_those_of_any_worker() -> None:
-    log = CommandLog(workers=2)
-    task = await submitted(log, Update())
-    metrics = an_update(100, kl=0.0)
-    await log.finish(1, 0, (replace(metrics, engine_ratio_min=0.5, engine_ratio_max=2.0),))
-    await log.finish(0, 0, (replace(metrics, engine_ratio_min=0.75, engine_ratio_max=4.0),))
-    assert await task == replace(metrics, engine_ratio_min=0.5, engine_ratio_max=4.0)
+    assert await asyncio.gather(*tasks) == [[(0, position), (1, position)] for position in range(3)]
 
 
 async def test_a_worker_waits_for_the_next_command() -> None:
@@ -81,8 +78,8 @@ async def test_a_worker_waits_for_the_next_command() -> None:
 
 async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     log = CommandLog(workers=2, resume_from="first", max_failures=1)
-    await submitted(log, Publish(version=1))
-    saving = await submitted(log, SaveCheckpoint(directory="second"))
+    await submitted(log, PUBLISH)
+    saving = await asked_to_save(log, "second")
     await submitted(log, CANARY)
     for rank in range(2):
         await log.finish(rank, 0, (None,))
@@ -97,10 +94,10 @@ async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
 
 async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> None:
     log = CommandLog(workers=1, max_failures=1)
-    saving = await submitted(log, SaveCheckpoint(directory="second"))
+    saving = await asked_to_save(log, "second")
     task = await submitted(log, CANARY)
     await log.finish(0, 1, ("learned meanwhile",))
-    assert await task == "learned meanwhile"
+    assert await task == ["learned meanwhile"]
     assert not saving.done()
     # A worker that starts now begins before the checkpoint.
     assert (await started(log)).position == 0
@@ -122,13 +119,13 @@ async def test_a_repeated_answer_changes_nothing() -> None:
     task = await submitted(log, CANARY)
     await log.finish(0, 0, ("first",))
     await log.finish(0, 0, ("again",))
-    assert await task == "first"
+    assert await task == ["first"]
 
 
 async def test_a_command_that_one_worker_could_not_carry_out_raises() -> None:
     log = CommandLog(workers=2)
-    task = await submitted(log, SaveCheckpoint(directory="full-disk"))
-    await log.finish(0, 0, (Failed(message="no space left on device"),))
+    task = await asked_to_save(log, "full-disk")
+    await log.finish(0, 0, (LearnerError("no space left on device"),))
     await log.finish(1, 0, (None,))
     with pytest.raises(LearnerError, match="no space left"):
         await task
@@ -137,7 +134,7 @@ async def test_a_command_that_one_worker_could_not_carry_out_raises() -> None:
 
 async def test_a_checkpoint_that_cannot_be_written_raises_and_workers_begin_before_it() -> None:
     log = CommandLog(workers=1)
-    task = await submitted(log, SaveCheckpoint(directory="second"))
+    task = await asked_to_save(log, "second")
     await log.finish(0, 0, (Writes(error=OSError(28, "No space left on device")),))
     with pytest.raises(LearnerError, match="checkpoint second: .*No space left"):
         await task
@@ -152,7 +149,7 @@ async def test_a_checkpoint_is_read_for_the_workers(tmp_path: Path) -> None:
         optimizer={"0.step": np.array(2, np.float32), "0.exp_avg": np.zeros(3, np.float32)},
         updates=2,
     )
-    task = await submitted(log, SaveCheckpoint(directory=str(tmp_path / "step00001")))
+    task = await asked_to_save(log, str(tmp_path / "step00001"))
     await log.finish(0, 0, (snapshot,))
     await task
     found = await log.read_checkpoint(str(tmp_path / "step00001"))
@@ -170,14 +167,14 @@ async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None
         await task
     with pytest.raises(LearnerError, match="died 4 times"):
         await log.submit(CANARY)
-    assert await log.next(1) == Stop()
+    assert await log.next(1) is None
 
 
 async def test_workers_that_fail_too_often_between_two_checkpoints_are_given_up() -> None:
     log = CommandLog(workers=1, max_failures=1)
     for directory in ("first", "second"):
         start = await started(log)
-        saving = await submitted(log, SaveCheckpoint(directory=directory))
+        saving = await asked_to_save(log, directory)
         await log.finish(0, start.position, (Writes(),))
         await saving
     await started(log)
@@ -191,3 +188,27 @@ async def test_workers_that_fail_too_often_between_two_checkpoints_are_given_up(
     await log.fail("the learner has stopped")
     with pytest.raises(LearnerError, match="out of memory"):
         await log.submit(CANARY)
+
+
+async def test_the_log_stops_once_its_commands_are_done_and_a_checkpoint_is_written() -> None:
+    log = CommandLog(workers=1)
+    disk_ready = threading.Event()
+    snapshot = Writes(disk_ready)
+    saving = await asked_to_save(log, "second")
+    stopping = asyncio.create_task(log.stop())
+    await asyncio.sleep(0)
+    await log.finish(0, 0, (snapshot,))
+    assert await log.next(1) is None
+    await log.finish(0, 1, (None,))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not stopping.done()
+    disk_ready.set()
+    await asyncio.gather(saving, stopping)
+    assert snapshot.written == [Path("second")]
+
+
+async def test_a_log_whose_workers_are_lost_stops_at_once() -> None:
+    log = CommandLog(workers=1)
+    await log.fail("workers died 4 times")
+    await log.stop()

@@ -11,8 +11,9 @@ import pytest
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
-from draco_ray.learner.base import Accumulate, Command, Remember, Update
+from draco_ray.learner.command_log import Command
 from draco_ray.learner.ray_lora import RayLoraLearner
+from tests.unit.test_training_metrics import an_update
 
 
 class Log:
@@ -20,12 +21,12 @@ class Log:
 
     def __init__(self) -> None:
         self.commands: list[Command] = []
-        self.done: list[asyncio.Future[None]] = []
+        self.done: list[asyncio.Future[list[Any]]] = []
 
-    async def submit(self, command: Command) -> None:
+    async def submit(self, command: Command) -> list[Any]:
         self.commands.append(command)
         self.done.append(asyncio.get_running_loop().create_future())
-        await self.done[-1]
+        return await self.done[-1]
 
 
 async def settle() -> None:
@@ -51,30 +52,31 @@ async def test_each_group_is_sent_once_and_those_that_wait_are_sent_together(log
     others = [asyncio.create_task(learner.accumulate(each)) for each in "bc"]
     others.append(asyncio.create_task(learner.remember_old_logprobs("d")))
     await settle()
-    assert log.commands == [Accumulate(groups=("a",))]
-    log.done[0].set_result(None)
+    assert log.commands == [Command("accumulate", groups=("a",))]
+    log.done[0].set_result([None])
     await settle()
     assert first.done()
-    assert log.commands[1:] == [Accumulate(groups=("b", "c"))]
+    assert log.commands[1:] == [Command("accumulate", groups=("b", "c"))]
     assert not any(each.done() for each in others)
-    log.done[1].set_result(None)
+    log.done[1].set_result([None])
     await settle()
-    assert log.commands[2:] == [Remember(groups=("d",))]
+    assert log.commands[2:] == [Command("remember", groups=("d",))]
     assert [each.done() for each in others] == [True, True, False]
-    log.done[2].set_result(None)
+    log.done[2].set_result([None])
     await asyncio.gather(*others)
     step = asyncio.create_task(learner.step())
     await settle()
-    assert log.commands[3:] == [Update()]
-    log.done[3].set_result(None)
-    await step
+    assert log.commands[3:] == [Command("update")]
+    metrics = an_update(100, kl=0.0)
+    log.done[3].set_result([metrics])
+    assert await step == metrics
 
 
 async def test_groups_that_come_at_the_same_time_are_one_command(log: Log, learner: Any) -> None:
     calls = [asyncio.create_task(learner.accumulate(each)) for each in "abc"]
     await settle()
-    assert log.commands == [Accumulate(groups=("a", "b", "c"))]
-    log.done[0].set_result(None)
+    assert log.commands == [Command("accumulate", groups=("a", "b", "c"))]
+    log.done[0].set_result([None])
     await asyncio.gather(*calls)
 
 
@@ -87,6 +89,6 @@ async def test_a_failure_reaches_every_caller_and_later_groups_are_still_sent(lo
             await call
     later = asyncio.create_task(learner.accumulate("b"))
     await settle()
-    assert log.commands[1:] == [Accumulate(groups=("b",))]
-    log.done[1].set_result(None)
+    assert log.commands[1:] == [Command("accumulate", groups=("b",))]
+    log.done[1].set_result([None])
     await later

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import threading
 
-from draco_ray.learner.train_loop import HangWatchdog
+import pytest
+
+from draco_ray.engine.actor import CoreWatch
+from draco_ray.learner import train_loop
+from draco_ray.learner.train_loop import end_if_hung
 
 
 class Worker:
@@ -12,8 +16,10 @@ class Worker:
 
     def __init__(self, *, advances: bool) -> None:
         self.ended, self.looked = threading.Event(), threading.Semaphore(0)
-        self.watch = HangWatchdog(0.003, self.progress, self.ended.set, look_seconds=0.001)
+        self.watch = CoreWatch(0.003, 0.001)
         self._advances, self._progress = advances, 0
+        hung = (self.watch, self.progress, self.ended.set)
+        threading.Thread(target=end_if_hung, args=hung, daemon=True).start()
 
     def progress(self) -> int:
         self._progress += self._advances
@@ -26,20 +32,22 @@ def looks(worker: Worker, number: int) -> None:
         assert worker.looked.acquire(timeout=60)
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_loop, "LOOK_SECONDS", 0.001)
+
+
 def test_a_command_that_comes_no_further_ends_the_worker() -> None:
     worker = Worker(advances=False)
-    with worker.watch.watching():
-        # Waiting for a command is none.
-        looks(worker, 10)
-        assert not worker.ended.is_set()
-        with worker.watch.command():
-            assert worker.ended.wait(60)
+    # Waiting for a command is none.
+    looks(worker, 10)
+    assert not worker.ended.is_set()
+    with worker.watch.call():
+        assert worker.ended.wait(60)
 
 
 def test_one_that_takes_long_and_comes_further_does_not() -> None:
     worker = Worker(advances=True)
-    with worker.watch.watching(), worker.watch.command():
+    with worker.watch.call():
         looks(worker, 20)
     assert not worker.ended.is_set()
-    # And nobody looks any more.
-    assert not [thread for thread in threading.enumerate() if thread.name == "pass watch"]

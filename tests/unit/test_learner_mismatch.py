@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draco_ray.config.schema import LearnerConfig
-from draco_ray.learner.base import Update, UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.learner.loss import HISTOGRAM_BINS, correction, k3_estimates, log_ratio_histogram, ratio_quantile
 
 samples = st.lists(st.lists(st.floats(-30, 30), min_size=1, max_size=6), min_size=1, max_size=5)
@@ -131,7 +131,7 @@ def test_the_extremes_of_an_update_are_those_of_all_workers() -> None:
         engine_ratio_max=1.5,
     )
     other = replace(one, engine_ratio_min=0.9, engine_ratio_max=3.0)
-    assert Update().combine([one, other]) == replace(one, engine_ratio_min=0.5, engine_ratio_max=3.0)
+    assert over_workers([one, other]) == replace(one, engine_ratio_min=0.5, engine_ratio_max=3.0)
     outside = replace(one, engine_ratio_p01=0.49, engine_ratio_p99=3.01)
-    combined = Update().combine([outside, other])
+    combined = over_workers([outside, other])
     assert (combined.engine_ratio_p01, combined.engine_ratio_p50, combined.engine_ratio_p99) == (0.5, 1.0, 3.0)

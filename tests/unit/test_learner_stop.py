@@ -32,7 +32,7 @@ async def test_a_stopped_command_log_does_not_delay_the_end(tmp_path: Path, monk
     monkeypatch.setattr(ray, "kill", lambda log: killed.set())
     monkeypatch.setattr(ray, "cancel", cancel)
     learner = RayLoraLearner(ModelConfig(path="model"), LearnerConfig(), run=tmp_path, seed=0)
-    learner._log = SimpleNamespace(submit=SimpleNamespace(remote=answer), fail=SimpleNamespace(remote=answer))
+    learner._log = SimpleNamespace(stop=SimpleNamespace(remote=answer), fail=SimpleNamespace(remote=answer))
     learner._fit, learner._watch = fit, asyncio.create_task(learner._watch_fit())
     async with asyncio.timeout(600):
         await learner.stop(timeout=0.01)

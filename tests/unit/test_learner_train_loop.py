@@ -16,7 +16,7 @@ import torch.distributed
 
 from draco_ray.config.schema import LearnerConfig
 from draco_ray.learner import lora_learner, train_loop, worker
-from draco_ray.learner.base import Start, Stop, Update
+from draco_ray.learner.command_log import Command, Start
 from draco_ray.learner.train_loop import _run, _start
 from draco_ray.observability import logs
 
@@ -83,11 +83,10 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     class Worker:
         def __init__(self, *ignored: Any, **named: Any) -> None: ...
 
-        def execute(self, command: Any) -> None:
-            if not isinstance(command, Stop):
-                assert killed.wait(60)
+        def update(self) -> None:
+            assert killed.wait(60)
 
-    commands = [Update(), Stop()]
+    commands = [Command("update"), None]
     log = SimpleNamespace(
         next=SimpleNamespace(remote=lambda position: commands[position]),
         finish=SimpleNamespace(remote=lambda *result: None),

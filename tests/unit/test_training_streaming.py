@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.learner.base import Accumulate, Remember, Update, UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
@@ -32,25 +32,21 @@ class LocalLearner:
     def __init__(self, learner: LoraLearner) -> None:
         self.learner = learner
         self.asked: list[tuple[str, str]] = []
-        self._worker = LearnerWorker(
-            learner, rank=0, workers=1, fetch=lambda groups: groups, publish=lambda adapter: adapter
-        )
+        self._worker = LearnerWorker(learner, rank=0, workers=1)
 
     async def accumulate(self, group: Samples) -> None:
         self.asked.append(("accumulate", group[0].task_id))
         await asyncio.sleep(0)
-        self._worker.execute(Accumulate(groups=(group,)))
+        self._worker.accumulate(group)
 
     async def remember_old_logprobs(self, group: Samples) -> None:
         self.asked.append(("remember", group[0].task_id))
         await asyncio.sleep(0)
-        self._worker.execute(Remember(groups=(group,)))
+        self._worker.remember(group)
 
     async def step(self) -> UpdateMetrics:
         self.asked.append(("update", ""))
-        metrics = self._worker.execute(Update())
-        assert isinstance(metrics, UpdateMetrics)
-        return metrics
+        return self._worker.update()
 
 
 @pytest.fixture(scope="module")
