@@ -36,6 +36,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.engine.vllm_engine import VllmEngine, live_adapters
 from draco_ray.errors import ConfigError, EngineAway, EngineError, first_line
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
@@ -164,26 +165,12 @@ class PolicyEngineActor:
         self,
         config: EngineConfig,
         model: ModelConfig,
-        *,
-        max_model_len: int,
-        lora_rank: int,
-        seed: int,
-        name: str,
-        staleness: int = 0,
         group: PlacementGroup | None = None,
+        **given: Any,
     ) -> None:
-        from draco_ray.engine.vllm_engine import VllmEngine, live_adapters
-
+        """``group``: see `shared_gpus`; ``given``: more of `VllmEngine`'s arguments."""
         start_run_log()
-        self._engine = VllmEngine(
-            config,
-            model,
-            max_model_len=max_model_len,
-            lora_rank=lora_rank,
-            seed=seed,
-            name=name,
-            live_adapters=live_adapters(staleness),
-        )
+        self._engine = VllmEngine(config, model, **given)
         self._config, self._group = config, group
         self._model = model
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
@@ -341,12 +328,12 @@ def start_policy_engines(
         ).remote(
             config,
             model,
+            group,
             max_model_len=max_model_len,
             lora_rank=lora_rank,
             seed=seed + index,
             name=f"engine-{index}",
-            staleness=staleness,
-            group=group,
+            live_adapters=live_adapters(staleness),
         )
         for index, group in enumerate(groups)
     ]

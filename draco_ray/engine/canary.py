@@ -86,7 +86,7 @@ class Probe(NamedTuple):
 async def run_canary(
     engine: Scorer, probes: Sequence[Probe], *, version: int, moved: bool, tolerance: float, first: float | None = None
 ) -> CanaryReading:
-    """Score the probes on the engine and compare, see `judge_canary`.
+    """Score the probes on the engine, and decide whether its adapter is live and is the learner's.
 
     Args:
         engine: scores with and without its current adapter.
@@ -95,8 +95,11 @@ async def run_canary(
         moved: whether the adapter differs from the base model; before the first update it does not.
         tolerance: mean gap that is always accepted, nats.
         first: mean gap of the run's first step, nats; None: this is the first step.
-    Raises: CanaryFailed.
+    Raises: CanaryFailed if a value is not finite, the base models differ, the adapter has no effect in the engine but
+        one in the learner, the mean gap is above both the tolerance and `BAND` times the larger of the first step's gap
+        and the gap without the adapter, or the engine is closer to the learner's base model.
     """
+    where = f"engine {engine.name}, adapter version {version}"
     on: list[FloatArray] = []
     off: list[FloatArray] = []
     again: list[FloatArray] = []
@@ -108,60 +111,16 @@ async def run_canary(
     wanted = [len(probe.compared_T) for probe in probes]
     if scored != wanted or not sum(int(probe.compared_T.sum()) for probe in probes):
         raise CanaryFailed(
-            f"engine {engine.name}, adapter version {version}: the engine scored {sum(scored)} probe tokens, but the "
-            f"learner {sum(wanted)}; expected the same tokens and at least one sampled token; check that both score "
-            "token_ids[1:]"
+            f"{where}: the engine scored {sum(scored)} probe tokens, but the learner {sum(wanted)}; expected the same "
+            "tokens and at least one sampled token; check that both score token_ids[1:]"
         )
 
     def compared(arrays: Sequence[FloatArray]) -> FloatArray:
         return np.concatenate([array[probe.compared_T] for array, probe in zip(arrays, probes, strict=True)])
 
-    return judge_canary(
-        engine.name,
-        compared(on),
-        compared(off),
-        compared(again),
-        compared([probe.learner_T for probe in probes]),
-        compared([probe.learner_off_T for probe in probes]),
-        version=version,
-        moved=moved,
-        tolerance=tolerance,
-        first=first,
-    )
-
-
-def judge_canary(
-    engine: str,
-    on_T: FloatArray,
-    off_T: FloatArray,
-    off_again_T: FloatArray,
-    learner_T: FloatArray,
-    learner_off_T: FloatArray,
-    *,
-    version: int,
-    moved: bool,
-    tolerance: float,
-    first: float | None = None,
-) -> CanaryReading:
-    """Decide from log-probs of the same T tokens whether an engine's adapter is live and is the learner's.
-
-    Args:
-        on_T: the engine with its adapter.
-        off_T: the engine without it; ``off_again_T``: the same a second time, which shows the engine's noise.
-        learner_T: the learner with its adapter; ``learner_off_T``: without.
-        moved, tolerance, first: see `run_canary`.
-    Raises: CanaryFailed if a value is not finite, the base models differ, the adapter has no effect in the engine but
-        one in the learner, the mean gap is above both the tolerance and `BAND` times the larger of the first step's gap
-        and the gap without the adapter, or the engine is closer to the learner's base model.
-
-    >>> base = np.array([-1.0, -2.0])
-    >>> reading = judge_canary(
-    ...     "engine-0", base - 0.5, base, base, base - 0.5, base, version=3, moved=True, tolerance=0.05
-    ... )
-    >>> reading.shift_mean, reading.live
-    (0.5, True)
-    """
-    where = f"engine {engine}, adapter version {version}"
+    on_T, off_T = compared(on), compared(off)
+    learner_T = compared([probe.learner_T for probe in probes])
+    learner_off_T = compared([probe.learner_off_T for probe in probes])
     if not all(np.all(np.isfinite(values)) for values in (on_T, off_T, learner_T, learner_off_T)):
         raise CanaryFailed(
             f"{where}: a log-prob is not finite, so the weights of the last update are broken; stop the run and "
@@ -170,7 +129,7 @@ def judge_canary(
     gap_T = np.abs(on_T - learner_T)
     shift_T = np.abs(on_T - off_T)
     reading = CanaryReading(
-        engine=engine,
+        engine=engine.name,
         version=version,
         tokens=len(on_T),
         gap_mean=float(gap_T.mean()),
@@ -178,7 +137,7 @@ def judge_canary(
         base_gap_mean=float(np.abs(off_T - learner_off_T).mean()),
         shift_mean=float(shift_T.mean()),
         shift_max=float(shift_T.max()),
-        noise_max=float(np.abs(off_T - off_again_T).max()),
+        noise_max=float(np.abs(off_T - compared(again)).max()),
         nearness=_nearness(on_T, learner_T, learner_off_T),
     )
     if reading.base_gap_mean > OTHER_BASE * tolerance:

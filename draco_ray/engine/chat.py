@@ -99,13 +99,10 @@ class ChatTokens:
 
         Raises: ConfigError: the template has no place for tools, or refuses a message.
         """
-        hidden: list[str] = []
         told = list(messages)
-        chat = [{"role": each.role, "content": self._hide(each.content, hidden)} for each in told if each.role != TOOLS]
+        chat = [{"role": each.role, "content": each.content} for each in told if each.role != TOOLS]
         tools = [tool for each in told if each.role == TOOLS for tool in json.loads(each.content)]
-        if tools:
-            self.written_call()
-        return self._encode(self._render_checked(chat, self._hide_all(tools, hidden)), hidden)
+        return self.conversation(chat, tools)
 
     def after_turn(self, sampled: list[int], output: str) -> list[int]:
         """Tokens after a sampled turn: its end token if it was truncated, the tool's output, the next turn's beginning.

@@ -135,32 +135,22 @@ def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
 
 
 def _check_weights(directory: Path) -> None:
-    _check_files(directory)
-    for index in WEIGHT_INDICES:
-        if (directory / index).is_file():
-            shards = set(_read_json(directory, index, "an index of weight files").get("weight_map", {}).values())
-            missing = sorted(shard for shard in shards if not (directory / shard).is_file())
-            if missing:
-                raise EngineError(
-                    f"model {directory}: {len(missing)} of {len(shards)} weight files are missing, first {missing[0]}; "
-                    f"expected every file that {index} lists; copy or download them again"
-                )
-            return
-    if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
+    files = {file.name for pattern in ("*.safetensors", "*.bin") for file in directory.glob(pattern)}
+    index = next((name for name in WEIGHT_INDICES if (directory / name).is_file()), None)
+    if index is not None:
+        files |= set(_read_json(directory, index, "an index of weight files").get("weight_map", {}).values())
+    if not files:
         raise EngineError(
             f"model {directory}: no weights found; expected model.safetensors or shards with an index; copy or "
             "download the model again"
         )
-
-
-def _check_files(directory: Path) -> None:
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in sorted(files):
         try:
-            with safe_open(file, "numpy"):
+            with safe_open(directory / file, "numpy") if file.endswith(".safetensors") else open(directory / file):
                 pass
         except (OSError, SafetensorError) as error:
             raise EngineError(
-                f"model {directory}: {file.name} is not a complete file of weights ({error}); download it again, with "
+                f"model {directory}: {file} is not a complete file of weights ({error}); download it again, with "
                 "git lfs if it is in a git repository"
             ) from None
 

@@ -12,8 +12,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_config import engine_targets
-from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
+from draco_ray.engine.model_directory import check_model_directory, is_local, load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
 from draco_ray.errors import ConfigError, EngineError, first_line
 from draco_ray.extras import naming_extras
@@ -33,45 +32,6 @@ from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
-
-
-class RequestGate:
-    """Counts the running requests; while it is closed, new ones wait in order of arrival."""
-
-    def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._under_way = 0
-
-    @asynccontextmanager
-    async def request(self) -> AsyncIterator[None]:
-        """Count the block as a running request; waits while the gate is closed."""
-        # The gate may have closed again: check once more.
-        while not self._open.is_set():
-            await self._open.wait()
-        self._under_way += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._under_way -= 1
-            if self._under_way == 0:
-                self._idle.set()
-
-    async def shut(self) -> None:
-        """Hold new requests, and return once running ones have ended; opens again if cancelled."""
-        self._open.clear()
-        try:
-            await self._idle.wait()
-        except BaseException:
-            self._open.set()
-            raise
-
-    def open(self) -> None:
-        """Admit waiting and new requests."""
-        self._open.set()
 
 
 GIB = 1 << 30
@@ -121,7 +81,6 @@ class VllmEngine:
         lora_rank: int,
         seed: int,
         name: str,
-        use_adapter: bool = True,
         live_adapters: int = LIVE_ADAPTERS,
     ) -> None:
         """Remember the settings; `start` does the work.
@@ -130,8 +89,6 @@ class VllmEngine:
             max_model_len: maximum length of a sequence, prompt and continuation, in tokens.
             lora_rank: maximum rank of the adapters.
             seed: for requests without their own.
-            name: identity of this engine in the run, recorded with every trajectory.
-            use_adapter: False: serve only the base model, without the cost of LoRA.
             live_adapters: maximum number of adapter versions in use at a time; requests with others wait.
         """
         self._config = config
@@ -139,8 +96,9 @@ class VllmEngine:
         self._max_model_len = max_model_len
         self._lora_rank = lora_rank
         self._seed = seed
-        self._name = name
-        self._use_adapter, self._live_adapters = use_adapter, live_adapters
+        self.name = name
+        """Identity of the engine in the run, recorded with every trajectory."""
+        self._live_adapters = live_adapters
         self._files = AdapterFiles(config.adapter_directory)
         self._architectures: tuple[str, ...] = ()
         self._stop_ids: list[int] = []
@@ -150,15 +108,9 @@ class VllmEngine:
         self._unfinished: set[str] = set()
         self._adapter_ids = itertools.count(1)
         self._swap = asyncio.Lock()
-        self._gate = RequestGate()
         self._asleep = False
         self.statistics = EngineStatistics()
         """Statistics of this process, updated continuously."""
-
-    @property
-    def name(self) -> str:
-        """Identity of the engine."""
-        return self._name
 
     @property
     def dead(self) -> bool:
@@ -176,7 +128,6 @@ class VllmEngine:
         Raises: EngineError when the model directory is unusable (before anything slow begins) or vLLM refuses it.
         """
         check_model_directory(self._model.path, self._model.chat_template)
-        self._architectures = architectures(self._model.path)
         self._files.open()
         # In a thread, because importing vLLM and starting its core takes seconds.
         try:
@@ -212,10 +163,10 @@ class VllmEngine:
         Raises: EngineError if the prompt leaves no room or the engine core has died.
         """
         if not token_ids:
-            raise EngineError(f"engine {self._name}: prompt is empty; expected at least one token")
+            raise EngineError(f"engine {self.name}: prompt is empty; expected at least one token")
         if len(token_ids) >= self._max_model_len:
             raise EngineError(
-                f"engine {self._name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
+                f"engine {self.name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
                 f"than {self._max_model_len}; shorten the prompt or raise agent.max_response_length (for a judge's "
                 "prompt judge.self_judge.context_tokens)"
             )
@@ -236,9 +187,8 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._check_vocabulary(token_ids)
-        async with self._gate.request():
-            version = self._current
-            output = (await self._generate(token_ids, parameters, version)).outputs[0]
+        version = self._current
+        output = (await self._generate(token_ids, parameters, version)).outputs[0]
         return Sample(
             token_ids=list(output.token_ids),
             logprobs=list(output.logprobs.logprobs),
@@ -256,7 +206,7 @@ class VllmEngine:
         """
         if not 2 <= len(token_ids) < self._max_model_len:
             raise EngineError(
-                f"engine {self._name}: cannot score a sequence of {len(token_ids)} tokens; expected 2 to "
+                f"engine {self.name}: cannot score a sequence of {len(token_ids)} tokens; expected 2 to "
                 f"{self._max_model_len - 1}"
             )
         from vllm import SamplingParams
@@ -272,8 +222,7 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         self._check_vocabulary(token_ids)
-        async with self._gate.request():
-            output = await self._generate(token_ids, parameters, self._current if adapter else None)
+        output = await self._generate(token_ids, parameters, self._current if adapter else None)
         return list(output.prompt_logprobs.logprobs)
 
     async def load(self, update: WeightUpdate) -> float:
@@ -282,7 +231,7 @@ class VllmEngine:
             case Adapter():
                 return await self.load_adapter(update)
         raise EngineError(
-            f"engine {self._name}: cannot take a weight update of type {type(update).__name__}; expected an Adapter"
+            f"engine {self.name}: cannot take a weight update of type {type(update).__name__}; expected an Adapter"
         )
 
     async def load_adapter(self, adapter: Adapter) -> float:
@@ -293,30 +242,26 @@ class VllmEngine:
 
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
-        if not self._use_adapter:
-            raise EngineError(
-                f"engine {self._name}: the engine was started without adapters; start it with use_adapter=True"
-            )
         from vllm.lora.request import LoRARequest
 
         began = time.perf_counter()
         async with self._swap:
-            llm = self._awake()
+            if self._asleep:
+                raise EngineError(f"engine {self.name}: the engine is asleep; call wake() before loading an adapter")
+            llm = self._running()
             path = await asyncio.to_thread(self._files.write, adapter, self._architectures)
             number = next(self._adapter_ids)
             request = LoRARequest(f"draco-adapter-{number}", number, str(path))
+            expected = f"expected a PEFT LoRA adapter of rank at most {self._lora_rank} for {self._model.path}"
+            version = _Version(adapter.version, request, path)
+            unused: _Version | None = version
             try:
-                await llm.add_lora(request)
-                previous, self._current = self._current, _Version(adapter.version, request, path)
-            except Exception as error:
-                shutil.rmtree(path, ignore_errors=True)
-                self._raise_if_dead(llm, error)
-                raise EngineError(
-                    f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
-                    f"expected a PEFT LoRA adapter of rank at most {self._lora_rank} for {self._model.path}"
-                ) from error
-            if previous is not None:
-                self._retire(previous)
+                with self._explaining(llm, f"adapter version {adapter.version} cannot be loaded", expected):
+                    await llm.add_lora(request)
+                unused, self._current = self._current, version
+            finally:
+                if unused is not None:
+                    self._retire(unused)
         return time.perf_counter() - began
 
     async def sleep(self) -> None:
@@ -327,18 +272,13 @@ class VllmEngine:
         Raises: EngineError unless the engine was started with ``engine.colocate``.
         """
         if not self._config.colocate:
-            raise EngineError(f"engine {self._name}: cannot sleep, because it was started without engine.colocate=true")
+            raise EngineError(f"engine {self.name}: cannot sleep, because it was started without engine.colocate=true")
         async with self._swap:
             llm = self._running()
             if self._asleep:
                 return
-            await self._gate.shut()
-            try:
+            with self._explaining(llm, "vLLM cannot sleep", "see the log above"):
                 await llm.sleep(level=SLEEP_LEVEL, mode="wait")
-            except Exception as error:
-                self._gate.open()
-                self._raise_if_dead(llm, error)
-                raise EngineError(f"engine {self._name}: vLLM cannot sleep: {_first_line(error)}") from error
             self._asleep = True
 
     async def wake(self) -> None:
@@ -347,16 +287,13 @@ class VllmEngine:
             if not self._asleep:
                 return
             llm = self._running()
-            try:
+            advice = (
+                "the learner may use more GPU memory than engine.gpu_memory_utilization leaves; lower "
+                "engine.gpu_memory_utilization"
+            )
+            with self._explaining(llm, "cannot wake", advice):
                 await llm.wake_up()
-            except Exception as error:
-                self._raise_if_dead(llm, error)
-                raise EngineError(
-                    f"engine {self._name}: cannot wake: {_first_line(error)}; the learner may use more GPU memory "
-                    "than engine.gpu_memory_utilization leaves; lower engine.gpu_memory_utilization"
-                ) from error
             self._asleep = False
-            self._gate.open()
 
     async def stop(self) -> None:
         """End the engine core and remove the adapter files; unfinished requests fail with EngineError.
@@ -366,9 +303,7 @@ class VllmEngine:
         llm, self._llm, self._current = self._llm, None, None
         if llm is None:
             return
-        # Waiting requests then fail.
         self._asleep = False
-        self._gate.open()
         with contextlib.suppress(Exception):  # The core may be dead already.
             await llm.abort(list(self._unfinished))
         # The timeout is 0, because the core has nothing to save. The call runs in this thread, so that vLLM's output
@@ -385,33 +320,24 @@ class VllmEngine:
         from vllm.inputs.engine import tokens_input
 
         llm = self._running()
-        request = f"{self._name}-{next(self._requests)}"
+        request = f"{self.name}-{next(self._requests)}"
         lora = version.request if version else None
         self._unfinished.add(request)
         if version is not None:
             version.users += 1
         output = None
         try:
-            async for finished in llm.generate(tokens_input(token_ids), parameters, request, lora_request=lora):
-                output = finished
-        except Exception as error:
-            self._raise_if_dead(llm, error)
-            raise EngineError(
-                f"engine {self._name}: request failed: {_first_line(error)}; see the log above"
-            ) from error
+            with self._explaining(llm, "request failed", "see the log above"):
+                async for finished in llm.generate(tokens_input(token_ids), parameters, request, lora_request=lora):
+                    output = finished
         finally:
             self._unfinished.discard(request)
             if version is not None:
                 version.users -= 1
                 self._retire(version)
         if output is None or output.outputs[0].finish_reason == "abort":
-            raise EngineError(f"engine {self._name}: the engine was stopped before the request was finished")
+            raise EngineError(f"engine {self.name}: the engine was stopped before the request was finished")
         return output
-
-    def _awake(self) -> AsyncLLM:
-        if self._asleep:
-            raise EngineError(f"engine {self._name}: the engine is asleep; call wake() before loading an adapter")
-        return self._running()
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
         """Refuse token ids outside the vocabulary, which vLLM does not check and which kill its core."""
@@ -419,7 +345,7 @@ class VllmEngine:
         strange = next((token for token in token_ids if not 0 <= token < words), None)
         if strange is not None:
             raise EngineError(
-                f"engine {self._name}: token {strange} is not in the model's vocabulary of {words}; check that the "
+                f"engine {self.name}: token {strange} is not in the model's vocabulary of {words}; check that the "
                 f"tokenizer in model directory {self._model.path} belongs to the model"
             )
 
@@ -428,17 +354,23 @@ class VllmEngine:
         if version is not self._current and version.users == 0:
             shutil.rmtree(version.path, ignore_errors=True)
 
-    def _raise_if_dead(self, llm: AsyncLLM, error: Exception) -> None:
-        if llm.errored:
-            raise EngineError(
-                f"engine {self._name}: the engine core process has ended unexpectedly, perhaps killed for lack of "
-                "memory; see its last output in the log above; free memory or lower engine.kv_cache_gib, and start "
-                "again"
-            ) from error
+    @contextlib.contextmanager
+    def _explaining(self, llm: AsyncLLM, failure: str, advice: str) -> Iterator[None]:
+        """Raise vLLM's errors as EngineError: ``failure``, vLLM's words, ``advice``."""
+        try:
+            yield
+        except Exception as error:
+            if llm.errored:
+                raise EngineError(
+                    f"engine {self.name}: the engine core process has ended unexpectedly, perhaps killed for lack of "
+                    "memory; see its last output in the log above; free memory or lower engine.kv_cache_gib, and "
+                    "start again"
+                ) from error
+            raise EngineError(f"engine {self.name}: {failure}: {_first_line(error)}; {advice}") from error
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:
-            raise EngineError(f"engine {self._name}: the engine is not running; call start() first")
+            raise EngineError(f"engine {self.name}: the engine is not running; call start() first")
         return self._llm
 
     def _launch(self) -> None:
@@ -450,16 +382,15 @@ class VllmEngine:
                 from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
+            check_argument_names(self._config.vllm)
             self._stop_ids = _end_of_turn_ids(self._model)
             try:
                 # Not returned: the thread pool would keep a reference to it after `stop`.
                 self._llm = self._construct(current_platform.is_cpu())
-            except EngineError:
-                raise
             except Exception as error:
                 told = f" with engine.vllm={self._config.vllm}" if self._config.vllm else ""
                 raise EngineError(
-                    f"engine {self._name}: vLLM cannot load model {self._model.path}{told}: {_first_line(error)}; "
+                    f"engine {self.name}: vLLM cannot load model {self._model.path}{told}: {_first_line(error)}; "
                     "the cause is in the engine's output (under Ray: worker-*.err in the session's logs)"
                 ) from error
 
@@ -468,10 +399,6 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        try:
-            check_argument_names(self._config.vllm)
-        except ConfigError as error:
-            raise EngineError(f"engine {self._name}: {error}") from None
         # A deep copy, because vLLM changes nested values.
         engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
         if cpu and engine_args.create_model_config().is_hybrid:
@@ -479,7 +406,6 @@ class VllmEngine:
             engine_args.enable_prefix_caching = False
         # Use vLLM's offline defaults for chunked prefill, because nobody waits for the first token.
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
-        # For a hub model the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
         # Use only this logger, because vLLM's own loggers print.
         loggers = [collector(self.statistics)]
@@ -508,12 +434,12 @@ class VllmEngine:
             "language_model_only": True,
             "use_tqdm_on_load": False,
             "disable_log_stats": True,
+            "enable_lora": True,
+            "max_loras": self._live_adapters,
+            "max_lora_rank": next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1]),
         }
-        if self._use_adapter:
-            rank = next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1])
-            arguments |= {"enable_lora": True, "max_loras": self._live_adapters, "max_lora_rank": rank}
-            if (targets := engine_targets(_model_config(self._model.path), self._model.path)) is not None:
-                arguments["lora_target_modules"] = targets
+        if (targets := engine_targets(_model_config(self._model.path), self._model.path)) is not None:
+            arguments["lora_target_modules"] = targets
         if cpu:
             arguments |= {
                 "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
@@ -536,12 +462,12 @@ class VllmEngine:
     def _check_platform(self, cpu: bool) -> None:
         if cpu and self._config.gpus_per_engine > 0:
             raise EngineError(
-                f"engine {self._name}: the installed vLLM runs on CPU, but engine.gpus_per_engine is "
+                f"engine {self.name}: the installed vLLM runs on CPU, but engine.gpus_per_engine is "
                 f"{self._config.gpus_per_engine:g}; set it to 0, or install the 'gpu' extra on a machine with a GPU"
             )
         if not cpu and self._config.gpus_per_engine == 0:
             raise EngineError(
-                f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
+                f"engine {self.name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
                 "set it to the number of GPUs per engine, or install the 'cpu' extra"
             )
 
@@ -588,11 +514,6 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
         # seconds and kills the engine core if nvcc or ninja is missing. Without FlashInfer it uses other kernels.
         name = "VLLM_USE_FLASHINFER_SAMPLER"
         return {name: os.environ.get(name, "0")}
-    return cpu_environment(config)
-
-
-def cpu_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment variables of a vLLM process without a GPU."""
     return {
         **thread_environment(1 if config.deterministic else config.cpus_per_engine / config.tensor_parallel),
         # vLLM binds each tensor-parallel rank to its own NUMA node, and fails if there are too few.

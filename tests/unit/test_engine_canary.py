@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
-from draco_ray.engine.canary import CanaryReading, Probe, judge_canary, run_canary
+from draco_ray.engine.canary import CanaryReading, Probe, run_canary
 from draco_ray.errors import CanaryFailed
 from draco_ray.records import FloatArray
 
 BASE = np.array([-1.0, -2.0, -3.0])
 TOLERANCE = 0.05
 TOKENS = 512
+
+
+class Replies:
+    """An engine that answers with the adapter, without it, and without it again."""
+
+    name = "engine-0"
+
+    def __init__(self, *answers: FloatArray) -> None:
+        self._answers = iter(answers)
+
+    async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
+        return next(self._answers).tolist()
 
 
 def judge(
@@ -22,11 +36,12 @@ def judge(
     again: FloatArray = BASE,
     learner_off: FloatArray = BASE,
     moved: bool = True,
+    tolerance: float = TOLERANCE,
     first: float | None = None,
 ) -> CanaryReading:
-    return judge_canary(
-        "engine-0", on, off, again, learner, learner_off, version=4, moved=moved, tolerance=TOLERANCE, first=first
-    )
+    every = Probe(list(range(len(on) + 1)), np.ones(len(on), dtype=bool), learner, learner_off)
+    reading = run_canary(Replies(on, off, again), [every], version=4, moved=moved, tolerance=tolerance, first=first)
+    return asyncio.run(reading)
 
 
 def test_a_live_adapter_that_agrees_passes_with_its_figures() -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.engine.canary import judge_canary
 from draco_ray.errors import CanaryFailed
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.model import FORMATS, QuantizedLinear, dequantized, quantized
 from tests.support.double_learner import CASES, MODELS, double, gradient_of, learner_of, oracle, samples_of, save_models
+from tests.unit.test_engine_canary import judge
 
 PRECISIONS = list(FORMATS)
 ERROR = {"int8": 0.012, "fp8": 0.03}
@@ -163,10 +163,10 @@ def test_what_rounding_does_to_log_probs_is_bounded_and_an_adapter_that_is_not_l
         learner.policy.load_adapter(noise, "noise")
         mine = learner.token_logprobs(ids)[1:]
         mine_off = learner.token_logprobs(ids, adapter=False)[1:]
-        reading = judge_canary("engine", on, off, off, mine, mine_off, version=1, moved=True, tolerance=GAP[precision])
+        reading = judge(on, mine, off=off, again=off, learner_off=mine_off, tolerance=GAP[precision])
         assert reading.live
         gaps[precision] = reading.gap_mean
         # A tolerance that hides the effect; its noise is not zero.
         with pytest.raises(CanaryFailed, match="closer to the base model"):
-            judge_canary("engine", off, off, on, mine, mine_off, version=1, moved=True, tolerance=10.0)
+            judge(off, mine, off=off, again=on, learner_off=mine_off, tolerance=10.0)
     assert 0 < gaps["int8"] < gaps["fp8"]

@@ -304,6 +304,6 @@ def test_a_name_that_is_nearly_right_is_suggested() -> None:
 
 
 async def test_an_engine_says_which_updates_it_takes() -> None:
-    engine: Any = SimpleNamespace(_name="engine-0")
+    engine: Any = SimpleNamespace(name="engine-0")
     with pytest.raises(EngineError, match="cannot take a weight update of type dict; expected an Adapter"):
         await VllmEngine.load(engine, {})  # type: ignore[arg-type]
