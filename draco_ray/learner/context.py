@@ -50,11 +50,6 @@ class Context:
         self.rank = torch.distributed.get_rank(group)
         self.size = torch.distributed.get_world_size(group)
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this worker has rank 0 in the group."""
-        return self.rank == 0
-
     def to_heads(self, arrays: Sequence[Tensor]) -> list[Tensor]:
         """Exchange this worker's tokens of all heads for all tokens of its heads.
 

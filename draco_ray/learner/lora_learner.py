@@ -103,7 +103,7 @@ class LoraLearner:
         """Whether the base is sharded over the workers."""
         self.context_size = context.size if context is not None else 1
         """Number of workers that share a micro-batch."""
-        self._counts = context is None or context.is_first
+        self._counts = context is None or context.rank == 0
         """Whether this worker adds to the sums; of workers that share micro-batches only the first does."""
         self._config = config
         self._device = torch.device(device)

@@ -11,8 +11,8 @@ The arithmetic is in four functions without autograd, which torch.compile compil
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,33 +60,18 @@ def gated_slopes(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return gate_slope, slope * torch.nn.functional.silu(gate)
 
 
-class Kernels(NamedTuple):
-    """The four functions above, as they are or compiled."""
-
-    normed: Callable[..., tuple[Tensor, Tensor]]
-    norm_slope: Callable[..., Tensor]
-    gated: Callable[..., Tensor]
-    gated_slopes: Callable[..., tuple[Tensor, Tensor]]
+@cache
+def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
+    """One of the four functions, or its compiled form for any number of tokens, which is compiled at first use."""
+    return torch.compile(function, dynamic=True) if compiled else function
 
 
-def kernels(*, compiled: bool) -> Kernels:
-    """The four functions, or compiled ones for any number of tokens, which are compiled at first use."""
-    if not compiled:
-        return Kernels(normed, norm_slope, gated, gated_slopes)
-
-    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-        made: Callable[..., Any] = torch.compile(function, dynamic=True)
-        return made
-
-    return Kernels(kernel(normed), kernel(norm_slope), kernel(gated), kernel(gated_slopes))
-
-
-def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
+def fuse(decoder: torch.nn.Module, *, compiled: bool) -> int:
     """Replace the forward of a decoder's norms and gated MLPs.
 
     Args:
         decoder: not sharded yet, on any device, with its adapter, if any.
-        using: the functions.
+        compiled: `learner.compile`.
     Returns: the number of replaced layers.
     """
     alike: dict[tuple[type, int], Callable[[Any], Callable[[Tensor], Tensor]] | None] = {}
@@ -97,7 +82,7 @@ def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
             continue
         kind = (type(module), width)
         if kind not in alike:
-            alike[kind] = _equal(module, width, using)
+            alike[kind] = _equal(module, width, compiled)
         make = alike[kind]
         if make is not None:
             module.forward = make(module)
@@ -119,15 +104,15 @@ def _eps(norm: Any) -> float | None:
 
 
 @torch.no_grad()
-def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
+def _equal(module: Any, width: int, compiled: bool) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
     """The function that makes a forward with the same results as the layer's own code; None if there is none."""
     weight = next(module.parameters())
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]
     expected = module(x).float()
-    forms: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [partial(_mlp, using=using)]
+    forms: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [partial(_mlp, compiled=compiled)]
     if _eps(module) is not None:
-        forms = [partial(_norm, centred=centred, using=using) for centred in (False, True)]
+        forms = [partial(_norm, centred=centred, compiled=compiled) for centred in (False, True)]
     for make in forms:
         gap = (make(module)(x).float() - expected).abs().mean()
         if gap <= TOLERANCE * expected.abs().mean():
@@ -135,17 +120,17 @@ def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[
     return None
 
 
-def _norm(norm: Any, centred: bool, using: Kernels) -> Callable[[Tensor], Tensor]:
+def _norm(norm: Any, centred: bool, compiled: bool) -> Callable[[Tensor], Tensor]:
     def forward(hidden_states: Tensor) -> Tensor:
-        output: Tensor = _Norm.apply(hidden_states, norm.weight, _eps(norm), centred, using)
+        output: Tensor = _Norm.apply(hidden_states, norm.weight, _eps(norm), centred, compiled)
         return output
 
     return forward
 
 
-def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
+def _mlp(mlp: Any, compiled: bool) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        output: Tensor = mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), using))
+        output: Tensor = mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), compiled))
         return output
 
     return forward
@@ -153,29 +138,31 @@ def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, compiled: bool) -> Tensor:
         # Detach here and below, since torch.compile would compile again for tensors that require gradients.
-        y, scale = using.normed(x.detach(), weight, eps, centred)
+        y, scale = kernel(normed, compiled)(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
-        ctx.centred, ctx.using = centred, using
+        ctx.centred, ctx.compiled = centred, compiled
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        return ctx.using.norm_slope(gradients[0], x, weight, scale, ctx.centred), None, None, None, None
+        slope = kernel(norm_slope, ctx.compiled)(gradients[0], x, weight, scale, ctx.centred)
+        return slope, None, None, None, None
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, using: Kernels) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.using = using
-        return using.gated(gate.detach(), up.detach())
+        ctx.compiled = compiled
+        output: Tensor = kernel(gated, compiled)(gate.detach(), up.detach())
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *ctx.using.gated_slopes(gradients[0], gate, up), None
+        return *kernel(gated_slopes, ctx.compiled)(gradients[0], gate, up), None

@@ -11,7 +11,7 @@ import torch._dynamo.config
 import torch._inductor.config
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from draco_ray.learner.pointwise import Kernels, fuse, kernels
+from draco_ray.learner.pointwise import fuse
 from tests.support.double_learner import COMMON, DELTA
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -57,13 +57,13 @@ def layers_of(decoder: Any) -> dict[str, tuple[Any, int]]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "compiled"])
-def using(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+def compiled(request: pytest.FixtureRequest) -> Iterator[bool]:
     torch.set_num_threads(1)
     # More threads start an interpreter with a PyTorch of its own, which costs more than what is compiled here.
     one_thread = torch._inductor.config.patch(compile_threads=1)
     # What is compiled too often for too many kinds of tensors would be computed as it is written.
     with one_thread, torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        yield kernels(compiled=request.param)
+        yield request.param
 
 
 COMPILED = ("qwen3", "qwen3_5_text")
@@ -72,17 +72,17 @@ COMPILED = ("qwen3", "qwen3_5_text")
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.01)])
 @pytest.mark.parametrize(
-    ("name", "using"),
+    ("name", "compiled"),
     [(name, compiled) for compiled, names in ((False, MODELS), (True, COMPILED)) for name in names],
-    indirect=["using"],
+    indirect=["compiled"],
 )
-def test_values_and_gradients_are_the_models(name: str, dtype: torch.dtype, tolerance: float, using: Kernels) -> None:
+def test_values_and_gradients_are_the_models(name: str, dtype: torch.dtype, tolerance: float, compiled: bool) -> None:
     decoder = decoder_of(name, dtype)
     layers = layers_of(decoder)
     before = {path: outcome(layer, width, dtype) for path, (layer, width) in layers.items()}
     mlps = sum(path.endswith("mlp") for path in layers)
     # A delta net's own norm is gated, and not one of these; Gemma's MLP has another activation.
-    assert fuse(decoder, using) == len(layers) - (mlps if name == "gemma2" else 0)
+    assert fuse(decoder, compiled=compiled) == len(layers) - (mlps if name == "gemma2" else 0)
     for path, (layer, width) in layers.items():
         for found, expected in zip(outcome(layer, width, dtype), before[path], strict=True):
             assert found.dtype == expected.dtype
@@ -105,7 +105,7 @@ def test_a_layer_that_computes_something_else_stays_as_it_is() -> None:
     decoder.norm.__class__ = OtherRMSNorm
     decoder.layers[0].mlp.__class__ = Other
     expected = [outcome(layer, WIDTH, torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
-    assert fuse(decoder, kernels(compiled=False)) == len(layers_of(decoder)) - 1
+    assert fuse(decoder, compiled=False) == len(layers_of(decoder)) - 1
     found = [outcome(layer, WIDTH, torch.float32) for layer in (decoder.norm, decoder.layers[0].mlp)]
     for mine, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
@@ -126,13 +126,13 @@ def kept_bytes(layer: Any, x: torch.Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def test_a_norm_keeps_a_number_a_token_and_an_mlp_its_two_projections(using: Kernels) -> None:
+def test_a_norm_keeps_a_number_a_token_and_an_mlp_its_two_projections(compiled: bool) -> None:
     decoder = decoder_of("qwen3", torch.bfloat16)
     x = torch.randn(1, TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     norm, mlp = decoder.layers[0].input_layernorm, decoder.layers[0].mlp
     projections = 2 * TOKENS * 2 * INNER
     written_out = [kept_bytes(norm, x), kept_bytes(mlp, x)]
-    fuse(decoder, using)
+    fuse(decoder, compiled=compiled)
     assert [kept_bytes(norm, x), kept_bytes(mlp, x)] == [4 * TOKENS, projections]
     assert written_out[0] > 4 * TOKENS * WIDTH
     assert written_out[1] > projections
