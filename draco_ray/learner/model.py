@@ -48,7 +48,7 @@ from draco_ray.errors import ConfigError, LearnerError, first_line
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
-from draco_ray.learner.pointwise import fuse, kernels
+from draco_ray.learner.pointwise import fuse
 from draco_ray.learner.segments import UnsupportedLayer, install_attention
 from draco_ray.records import Adapter, FloatArray
 from draco_ray.temp_dirs import PrivateTempDir
@@ -336,7 +336,7 @@ class AdaptedModel:
         self._offload = config.offload_activations
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
-        fuse(self._decoder, kernels(compiled=config.compile))
+        fuse(self._decoder, compiled=config.compile)
         use_kernels(self._decoder, device)
         quantize_base(self._decoder, config.base_precision)
         if mesh is None:
@@ -345,8 +345,10 @@ class AdaptedModel:
             shard_base(base, mesh, device)
         self._check_head(model.path)
         self._context: Context | None = None
-        self.packs = self._check_packing(base, context)
+        """The workers that share micro-batches, which needs packing."""
+        self.packs = False
         """Whether a micro-batch may hold several sequences."""
+        self._try_packing(base, context)
         if context is not None and not self.packs:
             raise ConfigError(
                 f"learner.context_parallel={context.size}: model {model.path} has layers that workers cannot share "
@@ -457,9 +459,10 @@ class AdaptedModel:
         return hidden_1TH[0, torch.from_numpy(batch.predictor_V).to(self.device)]
 
     @torch.no_grad()
-    def _check_packing(self, base: Any, context: Context | None) -> bool:
-        """Install segment attention, and check whether packed sequences give the outputs of separate ones."""
+    def _try_packing(self, base: Any, context: Context | None) -> None:
+        """Install segment attention, unless packed sequences do not give the outputs of separate ones."""
         ids_T = np.arange(24)
+        # All share 17 tokens; the first, third and fourth share a prompt of 18.
         sequences = [
             TokenSequence(
                 np.append(ids_T[:prompt] % 7, ids_T[prompt : prompt + more] % 5),
@@ -469,24 +472,17 @@ class AdaptedModel:
             for prompt, more in ((18, 2), (17, 2), (18, 1), (18, 3))
         ]
         usual = base.config._attn_implementation
-        self.packs = False
         alone_VH = torch.cat([self._hidden_states(concatenate([sequence])) for sequence in sequences]).float()
         try:
-            self.packs = install_attention(base, shared=context is not None)
-            # From here on workers share the micro-batch; the separate sequences above were not shared.
-            self._context = context
-            # All share 17 tokens; the first, third and fourth share a prompt of 18.
-            found_VH = torch.zeros_like(alone_VH)
-            if self.packs:
-                found_VH = self._over_workers(concatenate(sequences), lambda batch: [self._hidden_states(batch)])[
-                    0
-                ].float()
-            self.packs = bool((found_VH - alone_VH).abs().mean() <= PACKING_TOLERANCE * alone_VH.abs().mean())
+            install_attention(base, shared=context is not None)
+            self.packs, self._context = True, context
+            (packed_VH,) = self._over_workers(concatenate(sequences), lambda batch: [self._hidden_states(batch)])
+            gap = (packed_VH.float() - alone_VH).abs().mean()
+            self.packs = bool(gap <= PACKING_TOLERANCE * alone_VH.abs().mean())
         except UnsupportedLayer:
             self.packs = False
         if not self.packs:
             base.set_attn_implementation(usual)
-        return self.packs
 
     def _check_head(self, path: str) -> None:
         """Refuse architectures that scale or cap the logits after the head. Raises: ConfigError."""

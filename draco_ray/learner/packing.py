@@ -7,7 +7,7 @@ computed once, and its gradient is the sum over the sequences that share it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -181,20 +181,20 @@ def token_shard(batch: MicroBatch, worker: int, workers: int) -> tuple[MicroBatc
     return part, mine_V
 
 
-def balance(lengths: Sequence[int], loads: Sequence[int]) -> list[int]:
+def balance(lengths: Iterable[int], loads: list[int]) -> list[int]:
     """Assign each sequence, longest first, to the shard with the fewest tokens so far.
 
     Args:
         lengths: tokens of each sequence.
-        loads: tokens that each shard already has.
+        loads: tokens that each shard already has; those of its new sequences are added.
     Returns: the shard of each sequence; the same on every worker for the same arguments.
 
     >>> balance([5, 9, 4], loads=[0, 0])
     [1, 0, 1]
     """
-    loads = list(loads)
-    shards = [0] * len(lengths)
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    tokens = list(lengths)
+    shards = [0] * len(tokens)
+    for index in sorted(range(len(tokens)), key=lambda index: -tokens[index]):
         shards[index] = min(range(len(loads)), key=lambda shard: loads[shard])
-        loads[shards[index]] += lengths[index]
+        loads[shards[index]] += tokens[index]
     return shards

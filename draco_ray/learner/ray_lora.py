@@ -94,11 +94,11 @@ class RayLoraLearner:
 
     async def step(self) -> UpdateMetrics:
         """One optimizer update from everything accumulated."""
-        return over_workers(await self._call(self._log.submit, Command("update")))
+        return over_workers(await self._submit("update"))
 
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """A reference to the current Adapter; groups that are accumulated later count as sampled with it."""
-        adapter, *_ = await self._call(self._log.submit, Command("publish", options={"version": version}))
+        adapter, *_ = await self._submit("publish", version=version)
         return adapter
 
     async def checkpoint(self, directory: Path) -> None:
@@ -107,8 +107,8 @@ class RayLoraLearner:
 
     async def token_logprobs(self, token_ids: IntArray | list[int], *, adapter: bool = True) -> FloatArray:
         """Log-prob of every token, 0.0 for the first; for the canary."""
-        options = {"token_ids": [int(token) for token in token_ids], "adapter": adapter}
-        logprobs, *_ = await self._call(self._log.submit, Command("token_logprobs", options=options))
+        ids = [int(token) for token in token_ids]
+        logprobs, *_ = await self._submit("token_logprobs", token_ids=ids, adapter=adapter)
         return logprobs
 
     async def stop(self, timeout: float = PATIENCE_SECONDS) -> None:
@@ -143,7 +143,12 @@ class RayLoraLearner:
     async def _send(self, method: str, groups: list[Any]) -> None:
         async with self._sending:
             del self._unsent[method]
-            await self._call(self._log.submit, Command(method, groups=tuple(groups)))
+            await self._submit(method, *groups)
+
+    async def _submit(self, method: str, *groups: Any, **options: Any) -> list[Any]:
+        """Call a method of the workers; returns their results, by rank."""
+        results: list[Any] = await self._call(self._log.submit, Command(method, groups, options))
+        return results
 
     async def _call(self, method: Any, *given: Any) -> Any:
         """Call a method of the log."""

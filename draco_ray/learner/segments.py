@@ -33,27 +33,26 @@ class UnsupportedLayer(Exception):
     """A layer needs more than causal attention."""
 
 
-def install_attention(base: Any, *, shared: bool = False) -> bool:
+def install_attention(base: Any, *, shared: bool = False) -> None:
     """Make a causal language model's decoder accept packed segments (the keyword ``segments``).
 
     Args:
         base: transformers' model.
         shared: whether workers share micro-batches (the keyword ``context``).
-    Returns: False if it may have unsupported kinds of layers; the model is then unchanged.
+    Raises: UnsupportedLayer: it may have layers that are not supported.
     """
     text = base.config.get_text_config()
     if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:
-        return False
+        raise UnsupportedLayer
     mixers = [mixer for module in base.get_decoder().modules() if (mixer := getattr(module, "linear_attn", None))]
     if shared and not all(hasattr(mixer, name) for mixer in mixers for name in PROJECTIONS):
-        return False
+        raise UnsupportedLayer
     AttentionInterface.register(ATTENTION, _attention)
     base.set_attn_implementation(ATTENTION)
     if base.get_decoder().config._attn_implementation != ATTENTION:
-        return False
+        raise UnsupportedLayer
     for mixer in mixers:
         mixer.forward = _over_tokens(mixer)
-    return True
 
 
 def _attention(

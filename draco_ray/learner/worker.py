@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from draco_ray.learner.base import UpdateMetrics
 from draco_ray.learner.checkpoint import Snapshot
@@ -22,7 +22,9 @@ class PendingSamples:
     are taken as every shard has; the rest waits for later samples.
     """
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, learner: LoraLearner, shard: int, shards: int) -> None:
+        """``shard``: index of the shard whose samples `take` returns; ``shards``: their number."""
+        self._learner, self._shard = learner, shard
         self._samples: list[list[TrainingSample]] = [[] for _ in range(shards)]
         """One list per shard."""
 
@@ -34,30 +36,19 @@ class PendingSamples:
         for sample, shard in zip(samples, shards, strict=True):
             self._samples[shard].append(sample)
 
-    def take(
-        self,
-        micro_batches: Callable[[Sequence[TrainingSample]], list[list[int]]],
-        shard: int,
-        *,
-        everything: bool,
-    ) -> tuple[list[TrainingSample], int]:
-        """Remove the samples that are processed now.
+    def take(self, *, everything: bool) -> tuple[list[TrainingSample], int]:
+        """Remove the samples that are processed now; ``everything``: even if workers waste passes.
 
-        Args:
-            micro_batches: `LoraLearner.micro_batches`.
-            shard: the shard whose samples are returned.
-            everything: whether to take all samples.
-        Returns: the samples of ``shard``, and the largest number of micro-batches of any shard.
+        Returns: those of this shard, and the number of micro-batches that all workers run together, 0 if they need not.
         """
-        batches = [micro_batches(samples) for samples in self._samples]
-        count = (max if everything else min)(map(len, batches))
-        taken: list[TrainingSample] = []
+        batches = [self._learner.micro_batches(samples) for samples in self._samples]
+        count = (max if everything or not self._learner.sharded else min)(map(len, batches))
+        taken = []
         for index, samples in enumerate(self._samples):
             later = {position for batch in batches[index][count:] for position in batch}
-            if index == shard:
-                taken = [sample for position, sample in enumerate(samples) if position not in later]
+            taken.append([sample for position, sample in enumerate(samples) if position not in later])
             self._samples[index] = [samples[position] for position in sorted(later)]
-        return taken, count
+        return taken[self._shard], count if self._learner.sharded else 0
 
 
 class LearnerWorker:
@@ -79,7 +70,9 @@ class LearnerWorker:
         """The shard that has a sample's old log-probs."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
         """Old log-probs of this shard's samples."""
-        self._to_remember, self._on_policy, self._with_old = (PendingSamples(self._shards) for _ in range(3))
+        self._to_remember, self._on_policy, self._with_old = (
+            PendingSamples(learner, self._shard, self._shards) for _ in range(3)
+        )
         self._updated = False
         """Whether the weights have changed since the training step began."""
         self._reset_loads()
@@ -102,17 +95,17 @@ class LearnerWorker:
             )
         if remembered:
             self._run_remember(everything=True)
-        self._on_policy.add(fresh, self._assign(fresh, self._loads))
+        self._on_policy.add(fresh, balance(map(trained_length, fresh), self._loads))
         self._with_old.add(remembered, [self._remembered_by.pop(_key(sample)) for sample in remembered])
-        self._run_accumulate(everything=not self._learner.sharded)
+        self._run_accumulate()
 
     def remember(self, *groups: Sequence[TrainingSample]) -> None:
         """Compute and keep the old log-probs of groups of a later minibatch."""
         samples = [sample for group in groups for sample in group]
-        shards = self._assign(samples, self._remembered_loads)
+        shards = balance(map(trained_length, samples), self._remembered_loads)
         self._remembered_by.update(zip(map(_key, samples), shards, strict=True))
         self._to_remember.add(samples, shards)
-        self._run_remember(everything=not self._learner.sharded)
+        self._run_remember()
 
     def update(self) -> UpdateMetrics:
         """One optimizer step from the accumulated gradients; the result needs `draco_ray.learner.base.over_workers`."""
@@ -152,30 +145,17 @@ class LearnerWorker:
         self._learner.release_memory()
         return logprobs
 
-    def _run_accumulate(self, *, everything: bool) -> None:
-        samples, count = self._take(self._with_old, everything)
+    def _run_accumulate(self, *, everything: bool = False) -> None:
+        samples, count = self._with_old.take(everything=everything)
         old_logprobs = [self._old_logprobs.pop(_key(sample)) for sample in samples]
         self._learner.accumulate(samples, old_logprobs, num_micro_batches=count)
-        samples, count = self._take(self._on_policy, everything)
+        samples, count = self._on_policy.take(everything=everything)
         self._learner.accumulate(samples, num_micro_batches=count)
 
-    def _run_remember(self, *, everything: bool) -> None:
-        samples, count = self._take(self._to_remember, everything)
+    def _run_remember(self, *, everything: bool = False) -> None:
+        samples, count = self._to_remember.take(everything=everything)
         old_logprobs = self._learner.old_logprobs(samples, num_micro_batches=count)
         self._old_logprobs.update(zip(map(_key, samples), old_logprobs, strict=True))
-
-    def _assign(self, samples: Sequence[TrainingSample], loads: list[int]) -> list[int]:
-        """The shard of each sample; adds their tokens to ``loads``."""
-        lengths = [trained_length(sample) for sample in samples]
-        shards = balance(lengths, loads)
-        for length, shard in zip(lengths, shards, strict=True):
-            loads[shard] += length
-        return shards
-
-    def _take(self, pending: PendingSamples, everything: bool) -> tuple[list[TrainingSample], int]:
-        """This shard's samples to process now, and the number of micro-batches that all workers run together."""
-        samples, count = pending.take(self._learner.micro_batches, self._shard, everything=everything)
-        return samples, count if self._learner.sharded else 0
 
     def _reset_loads(self) -> None:
         self._loads = [0] * self._shards

@@ -25,15 +25,10 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
     result = function({**task, "prompt": sys.stdin.read()})
-    if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
     if result is not None:
         print(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
-
-
-async def _awaited(result: object) -> object:
-    assert inspect.isawaitable(result)
-    return await result
 
 
 if __name__ == "__main__":

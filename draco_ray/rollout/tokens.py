@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +38,7 @@ class TokenPolicy:
     def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig) -> None:
         self.sampler = sampler
         self.chat = chat
-        self._config = config
+        self.config = config
 
     @property
     def name(self) -> str:
@@ -48,18 +47,16 @@ class TokenPolicy:
 
     async def read_calls(self, text: str, tools: str) -> ToolUse | None:
         """Parse the tool calls of a turn; ``tools``: JSON array of function schemas. Raises: ConfigError."""
-        config = self._config
-        return await self.sampler.read_calls(text, tools, parser=config.tool_parser, thinking=config.thinking)
+        parser, thinking = self.config.tool_parser, self.config.thinking
+        return await self.sampler.read_calls(text, tools, parser=parser, thinking=thinking)
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
         """See `Policy`. A prompt that is too long is left-truncated; training tasks with such prompts are left out."""
-        tokens = self.chat.prompt(prompt)[-self._config.max_prompt_length :]
+        tokens = self.chat.prompt(prompt)[-self.config.max_prompt_length :]
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
-        read_calls = None
         if tools is not None:
-            check_calls(self.chat, self._config.tool_parser)
-            read_calls = functools.partial(self.read_calls, tools=tools)
-        return TokenConversation(self.sampler, self.chat, self._config, tokens, request.seed, read_calls)
+            check_calls(self.chat, self.config.tool_parser)
+        return TokenConversation(self, tokens, tools, request.seed)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -102,37 +99,30 @@ def beginnings(sequences: Sequence[TokenSequence]) -> list[int]:
 class TokenConversation:
     """The tokens of an episode."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        chat: ChatTokens,
-        config: AgentConfig,
-        prompt: list[int],
-        seed: int,
-        read_calls: Callable[[str], Awaitable[ToolUse | None]] | None = None,
-    ) -> None:
-        """Begin an episode; sampling seeds are derived from ``seed`` and the turn's number.
+    def __init__(self, policy: TokenPolicy, prompt: list[int], tools: str | None, seed: int) -> None:
+        """Begin an episode.
 
         Args:
-            read_calls: `TokenPolicy.read_calls` for the prompt's tools, if it lists any.
+            prompt: its tokens.
+            tools: a JSON array of function schemas, if the prompt lists any.
+            seed: seeds of turns are derived from it and the turn's number.
         """
-        self._sampler = sampler
-        self._chat = chat
-        self._config = config
+        self._policy = policy
+        self._chat, self._config = policy.chat, policy.config
+        self._tools = tools
         self._seed = seed
         self._prompt_length = len(prompt)
         self._tokens = TokenSequence()
         self._tokens.add(prompt)
-        self._read_calls = read_calls
         self._turn: Sample | None = None
-        self._thinking = chat.opens_thinking
+        self._thinking = policy.chat.opens_thinking
         self._spans: list[tuple[int, int]] = []
         self._policy_version: int | None = None
 
     async def sample(self) -> PolicyTurn:
         """See `Conversation`. Raises: EngineError."""
         room = self._config.max_response_length - self._response_length
-        self._turn = sample = await self._sampler.sample(
+        self._turn = sample = await self._policy.sampler.sample(
             list(self._tokens.ids),
             max_tokens=min(self._config.max_turn_tokens or room, room),
             seed=turn_seed(self._seed, len(self._spans)),
@@ -142,7 +132,7 @@ class TokenConversation:
         # Weights should not change within an episode; if they do, the oldest version is recorded.
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
-        use = None if cut or self._read_calls is None else await self._read_calls(text)
+        use = None if cut or self._tools is None else await self._policy.read_calls(text, self._tools)
         return PolicyTurn(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
     def keep(self, step: int) -> tuple[int, int]:
