@@ -34,7 +34,8 @@ class Talk(vf.Harness[TalkConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # The client's own limit for a connection is 5 s, which a loaded machine exceeds.
+        async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=600) as client:
             try:
                 await client.chat.completions.create(model=ctx.model, messages=messages)
             except openai.APIStatusError as error:
