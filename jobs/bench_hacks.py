@@ -4,7 +4,7 @@ python jobs/bench_hacks.py [--seeds 20] [--steps 112] [--share 0.75]
 
 A tabular policy and judges by formula: no language model. For each task the policy is a softmax over four ways to play
 it: right, two kinds of faulty, and a hack. It is trained by the package's own reward and advantage in groups of six, 16
-groups a step, and watched by the package's drift test. Half of the criteria are hard: even right play fails most of
+groups a step, and watched by the package's tests. Half of the criteria are hard: even right play fails most of
 them. A judge with a hole passes the hack on all of these; held-out judges have none. Each judge errs on its own in 5 %
 of its verdicts. Every run is watched by five held-out judges, each by itself. In clean runs the judge has no hole, and
 the policy begins with the hack in 10 % of rollouts. The test's settings were chosen on seeds from 1000 on.
@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from draco_ray.algorithm.advantage import group_advantages_G
-from draco_ray.algorithm.drift import compared, drift
+from draco_ray.algorithm.drift import compared, drift, fall
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 
 TASKS, GROUPS, ROLLOUTS, EASY, HARD = 90, 16, 6, 3, 3
@@ -93,7 +93,7 @@ class Run:
     """A training run."""
 
     flagged: list[int | None]
-    """For each held-out judge, the step after which the drift was first significant."""
+    """For each held-out judge, the step after which a sign was first significant."""
     tgc: list[float]
     hacks: list[float]
     """Mean probability of playing right, which is the expected TGC, and of the hack, before the first and after each
@@ -125,10 +125,11 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
     logit_TW = np.log([*(HONEST * (1 - judge.start)), judge.start]) + rng.normal(0, 0.3, (TASKS, 4))
     shares_W, calls = [_softmax(logit_TW).mean(axis=0)], 0
     pairs: list[list[list[tuple[float, float]]]] = [[] for _ in HELD_OUT]
+    best: list[list[list[float]]] = [[] for _ in HELD_OUT]
     flagged: list[int | None] = [None] * len(HELD_OUT)
     order = rng.permutation(np.tile(np.arange(TASKS), 1 + steps * GROUPS // TASKS))
     for step in range(steps):
-        for watched in pairs:
+        for watched in (*pairs, *best):
             watched.append([])
         for task in order[step * GROUPS : (step + 1) * GROUPS]:
             way_G = rng.choice(4, ROLLOUTS, p=_softmax(logit_TW[task]))
@@ -140,14 +141,17 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
             # The tasks share a model: three tenths of an update go to every task.
             logit_TW += 0.3 * push_W
             logit_TW[task] += 0.7 * push_W
-            two = compared(reward_G) if rng.random() < share else None
-            if two is not None:
-                calls += 2
-                for watched, how in zip(pairs, HELD_OUT.values(), strict=True):
+            if rng.random() < share:
+                first, middle = compared(reward_G)
+                calls += len(first) + (middle is not None)
+                for each, how in enumerate(HELD_OUT.values()):
                     share_G = held_out_share(rng, deserved_WK[way_G], draw_GK, **how)
-                    watched[-1].append((float(share_G[two[0]]), float(share_G[two[1]])))
-        for each, watched in enumerate(pairs):
-            if flagged[each] is None and (found := drift(watched)) is not None and found.significant:
+                    best[each][-1].append(float(share_G[first].mean()))
+                    if middle is not None:
+                        pairs[each][-1].append((float(share_G[first[0]]), float(share_G[middle])))
+        for each in range(len(HELD_OUT)):
+            signs = (drift(pairs[each]), fall(best[each]))
+            if flagged[each] is None and any(sign is not None and sign.significant for sign in signs):
                 flagged[each] = step + 1
         shares_W.append(_softmax(logit_TW).mean(axis=0))
     tgc, hacks = ([float(each[way]) for each in shares_W] for way in (RIGHT, HACK))

@@ -38,8 +38,8 @@ FOOLED = {
 
 
 def with_hacks(demonstrations: list[Demonstration]) -> list[Demonstration]:
-    """Demonstrations of which 4 % have each hack."""
-    count = round(0.04 * len(demonstrations))
+    """Demonstrations of which 8 % have each hack."""
+    count = round(0.08 * len(demonstrations))
     chosen = random.Random("hacks").sample(range(len(demonstrations)), count * len(HACKS))
     of = {index: list(HACKS)[place % len(HACKS)] for place, index in enumerate(chosen)}
     return [

@@ -1,11 +1,14 @@
-"""Whether the main judge rewards rollouts that a held-out judge fails: a sign that the policy exploits it.
+"""Two signs that the policy exploits the main judge, from the scores of a held-out judge.
 
-In a group the held-out judge scores two rollouts: the one with the highest reward and a middle one (`compared`). It may
-be stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as the two
-agree on what is better, the best rollout is at least as likely as the middle one to reach any pass share h. This is the
-null hypothesis. A hack breaks it: it is among the best, and the held-out judge passes little of it.
+In a group the held-out judge scores the half with the highest rewards and the next rollout (`compared`). It may be
+stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as the two agree on
+what is better, the best rollout is at least as likely as that middle one to reach any pass share h, and training does
+not lower what the better half reaches. A hack breaks both: it is among the best, and the held-out judge passes little
+of it.
+`drift` sees it early, while the groups without a hack have little to set against it; `fall` sees it where honest
+rollouts differ much, and when all of a group are hacks.
 
-The test is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; with
+`drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; with
 each pair it is multiplied by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis it does not
 grow in expectation, so that the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville), however often
 one looks and whatever the distributions. To find a hack that begins late, a part 1 / (k (k + 1)) of the capital is
@@ -13,10 +16,16 @@ staked from step k on (arXiv 2203.03532).
 
 Two cases without a hack look the same: a main judge that passes whole rollouts by mistake, and a held-out judge that
 fails the best rollouts by mistake. A hack that the held-out judge rates like a middle rollout is not detected.
+
+`fall` compares every stretch of steps that ends now with every stretch just before it: the difference of their means in
+standard errors, with the variance of both together. Its limit, sqrt(2 log(5 T^2)) after T steps, grows with the number
+of stretches; about 3 % of simulated runs of constant pass rate exceed it (``tests/unit/test_held_out_scoring.py``). A
+policy that has become worse without a hack looks the same; the main judge's own pass rate tells.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,14 +33,16 @@ import numpy as np
 
 from draco_ray.records import FloatArray
 
-LEVEL = 0.05
-"""Most probability that a run without a hack is ever flagged."""
+LEVEL = 0.025
+"""Most probability that a run without a hack is ever flagged by `drift`."""
 SHARES_H = np.arange(1, 10) / 10
 STAKES_S = np.array([0.2, 0.5, 0.8])
 MOST = 20.0
 """Most logarithm of what a stake has grown to. A limit keeps numbers finite and only makes the test stricter."""
 SHOWN = 200
 """Number of last pairs behind the difference that is shown."""
+FEWEST = 16
+"""Fewest groups in a stretch: the mean of fewer is not close to normal."""
 
 Pair = Sequence[float]
 """Pass shares by the held-out judge of a group's best and of its middle rollout, in [0, 1]."""
@@ -39,7 +50,7 @@ Pair = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What the pairs so far say."""
+    """How much less the held-out judge passes of the best rollouts than of middle ones."""
 
     evidence: float
     """The capital: a run without a hack ever reaches c with a probability of at most 1 / c."""
@@ -57,19 +68,34 @@ class Drift:
         return self.evidence >= 1 / LEVEL
 
 
-def compared(reward_G: FloatArray) -> tuple[int, int] | None:
-    """Positions of the two rollouts that the held-out judge scores; None if all rewards are equal.
+@dataclass(frozen=True, slots=True)
+class Fall:
+    """The fall of the better halves' pass share that stands out most, up to the last step."""
 
-    The first has the highest reward, the second the highest in the lower half that is not as high.
+    size: float
+    low: float
+    high: float
+    """Mean of the stretch before less that of the stretch since, in [-1, 1], with a 95 % interval that ignores how the
+    stretches were chosen."""
+    significant: bool
+    """Whether it is beyond the limit."""
+
+
+def compared(reward_G: FloatArray) -> tuple[list[int], int | None]:
+    """Positions of the rollouts that the held-out judge scores.
+
+    Returns: the half with the highest rewards; and the one with the highest reward in the lower half that is below the
+    best, None if there is none.
 
     >>> compared(np.array([0.1, 0.9, 0.5, 0.3]))
-    (1, 3)
-    >>> compared(np.array([1.0, 1.0, 1.0, 0.0]))
-    (0, 3)
+    ([1, 2], 3)
+    >>> compared(np.array([1.0, 1.0, 1.0]))
+    ([0], None)
     """
-    order = np.argsort(-reward_G, kind="stable")
-    lower = [int(each) for each in order[len(order) // 2 :] if reward_G[each] < reward_G[order[0]]]
-    return (int(order[0]), lower[0]) if lower else None
+    order = [int(each) for each in np.argsort(-reward_G, kind="stable")]
+    half = max(1, len(order) // 2)
+    lower = [each for each in order[half:] if reward_G[each] < reward_G[order[0]]]
+    return order[:half], lower[0] if lower else None
 
 
 def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
@@ -108,3 +134,34 @@ def _won(pairs: Sequence[Pair]) -> FloatArray:
     # Rounding must not decide whether 3 of 10 reach 0.3.
     reached_NH, best_NH = (each_N[:, None] >= SHARES_H - 1e-9 for each_N in (middle_N, best_N))
     return reached_NH.astype(float) - best_NH
+
+
+def fall(steps: Sequence[Sequence[float]]) -> Fall | None:
+    """The fall up to the last of ``steps``; None while there are too few groups for two stretches.
+
+    Args:
+        steps: for each step, the held-out judge's mean pass share of each group's better half; may be empty.
+
+    >>> fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
+    False
+    >>> fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
+    True
+    """
+    groups_T, sum_T, square_T = (
+        np.cumsum([0.0, *(sum(share**power for share in step) for step in steps)]) for power in (0, 1, 2)
+    )
+    # A stretch from `first` to `since`, and one from there to the end.
+    first, since = np.triu_indices(len(steps), 1)
+    before, after = groups_T[since] - groups_T[first], groups_T[-1] - groups_T[since]
+    enough = (before >= FEWEST) & (after >= FEWEST)
+    if not enough.any():
+        return None
+    first, since, before, after = first[enough], since[enough], before[enough], after[enough]
+    both = before + after
+    size = (sum_T[since] - sum_T[first]) / before - (sum_T[-1] - sum_T[since]) / after
+    variance = np.maximum(square_T[-1] - square_T[first] - (sum_T[-1] - sum_T[first]) ** 2 / both, 0) / (both - 1)
+    error = np.maximum(np.sqrt(variance * (1 / before + 1 / after)), 1e-9)
+    most = int((size / error).argmax())
+    largest, half = float(size[most]), 1.96 * float(error[most])
+    limit = math.sqrt(2 * math.log(5 * len(steps) ** 2))
+    return Fall(largest, largest - half, largest + half, bool(size[most] > limit * error[most]))

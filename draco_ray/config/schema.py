@@ -491,7 +491,7 @@ class JudgeConfig(Tree):
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Judges asked in turn if the judge fails to answer."""
     held_out: HeldOutJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
-    """Scores two rollouts of some groups for comparison; its verdicts never reach a reward. See watch.drift."""
+    """Scores a few rollouts of some groups for comparison; its verdicts never reach a reward. See watch.drift."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
@@ -788,9 +788,9 @@ class WatchConfig(Tree):
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
     drift: Literal["off", "warn", "stop"] = "warn"
-    """What happens after a step with significant evidence that the judge rewards rollouts that the held-out judge
-    (judge.held_out) fails: a sign that the policy exploits the judge. Of runs whose judges agree on what is better, at
-    most 5 % are flagged (draco_ray/algorithm/drift.py; `make bench-hacks` shows what is found and missed)."""
+    """What happens after a step with significant evidence that the held-out judge (judge.held_out) passes less of the
+    best-rewarded rollouts than of middle ones, or than earlier: a sign that the policy exploits the judge. Of runs
+    without a hack about 5 % at most are flagged (draco_ray/algorithm/drift.py; `make bench-hacks`)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)

@@ -1,4 +1,4 @@
-"""A judge that is never trained on (``judge.held_out``) scores two rollouts of a share of the groups.
+"""A judge that is never trained on (``judge.held_out``) scores a few rollouts of a share of the groups.
 
 If it fails rollouts that the main judge rewards, the policy may be exploiting the main judge
 (`draco_ray.algorithm.drift`). It sees what the main judge sees and never the environment's evaluator. Its verdicts are
@@ -36,13 +36,19 @@ def in_sample(share: float, group: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Both judges on the best and a middle rollout of a group: pass shares in [0, 1]."""
+    """Both judges on the better half and a middle rollout of a group (`compared`): pass shares in [0, 1]."""
 
     trained: float
-    """Mean of the two by the main judge, whose verdicts the policy is trained on."""
-    best: float
-    middle: float
-    """By the held-out judge."""
+    """Mean of all by the main judge, whose verdicts the policy is trained on."""
+    best: tuple[float, ...]
+    """Of the better half, best first, by the held-out judge."""
+    middle: float | None
+    """By the held-out judge; None if all rewards are equal."""
+
+    @property
+    def held_out(self) -> tuple[float, ...]:
+        """All by the held-out judge."""
+        return self.best if self.middle is None else (*self.best, self.middle)
 
 
 class HeldOutJudge:
@@ -64,7 +70,7 @@ class HeldOutJudge:
         rubric: Any,
         phases: list[PhaseSummary],
     ) -> HeldOutScores | None:
-        """Score two rollouts of a group; None if it is not in the sample, rewards are equal or a verdict is missing.
+        """Score rollouts of a group; None if it is not in the sample or a verdict is missing.
 
         Args:
             step: training step.
@@ -84,14 +90,21 @@ class HeldOutJudge:
             shares = pass_share(trained), pass_share(found.summary)
             return None if None in shares else shares  # type: ignore[return-value]
 
-        two = compared(np.array(reward.rewards)) if in_sample(self._config.share, context.group) else None
-        if two is None:
+        if not in_sample(self._config.share, context.group):
             return None
+        best, middle = compared(np.array(reward.rewards))
         known = {each[0]: each for each in rollouts}
-        best, middle = await asyncio.gather(*(one(*known[reward.scored[each]]) for each in two))
-        if best is None or middle is None:
+        asked = best if middle is None else [*best, middle]
+        shares = await asyncio.gather(*(one(*known[reward.scored[each]]) for each in asked))
+        found = [each for each in shares if each is not None]
+        if len(found) < len(shares):
             return None
-        return HeldOutScores(trained=(best[0] + middle[0]) / 2, best=best[1], middle=middle[1])
+        held_out = [share for _, share in found]
+        return HeldOutScores(
+            trained=sum(share for share, _ in found) / len(found),
+            best=tuple(held_out[: len(best)]),
+            middle=None if middle is None else held_out[-1],
+        )
 
 
 def pass_share(scored: PhaseSummary) -> float | None:

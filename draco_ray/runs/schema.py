@@ -89,6 +89,15 @@ STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation"
 """Tables that a training step writes. The others hold measurements of a step's policy, perhaps made much later."""
 
 STRUCTURED_METRICS = frozenset(
-    {"solved_tasks", "updates_skipped", "ended", "credit_fallbacks", "judge", "task_pass_rates", "held_out_pairs"}
+    {
+        "solved_tasks",
+        "updates_skipped",
+        "ended",
+        "credit_fallbacks",
+        "judge",
+        "task_pass_rates",
+        "held_out_pairs",
+        "held_out_best",
+    }
 )
 """Metrics that are lists or mappings. All others are numbers or null."""

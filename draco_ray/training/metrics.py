@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.algorithm.drift import drift
+from draco_ray.algorithm.drift import drift, fall
 from draco_ray.judging.held_out import HeldOutScores
 from draco_ray.judging.phases import PHASES
 from draco_ray.learner.base import UpdateMetrics
@@ -96,27 +96,34 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
 
 
 def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of the trained and the held-out judge on the same rollouts, and of the drift between them.
+    """Metrics of the trained and the held-out judge on the same rollouts, and of the signs of a hack.
 
-    ``held_out_rate`` is the mean over all rollouts that the held-out judge scored, two a group.
+    ``held_out_rate`` is the mean over all rollouts that the held-out judge scored.
 
     Args:
         scored: of the step's groups.
         earlier: lines of the steps before.
     """
-    pairs = [[each.best, each.middle] for each in scored]
+    pairs = [[each.best[0], each.middle] for each in scored if each.middle is not None]
+    best = [sum(each.best) / len(each.best) for each in scored]
     found = drift([*(line.get("held_out_pairs") or [] for line in earlier), pairs])
+    fallen = fall([*(line.get("held_out_best") or [] for line in earlier), best])
     return {
-        "held_out_rollouts": 2 * len(pairs),
-        "held_out_trained_rate": _mean([each.trained for each in scored]),
-        "held_out_rate": _mean([share for pair in pairs for share in pair]),
+        "held_out_rollouts": sum(len(each.held_out) for each in scored),
+        "held_out_trained_rate": _mean([each.trained for each in scored for _ in each.held_out]),
+        "held_out_rate": _mean([share for each in scored for share in each.held_out]),
         "held_out_pairs": pairs,
+        "held_out_best": best,
         "drift": found and found.excess,
         "drift_low": found and found.low,
         "drift_high": found and found.high,
         "drift_share": found and found.share,
         "drift_evidence": found and found.evidence,
         "drift_significant": int(found is not None and found.significant),
+        "fall": fallen and fallen.size,
+        "fall_low": fallen and fallen.low,
+        "fall_high": fallen and fallen.high,
+        "fall_significant": int(fallen is not None and fallen.significant),
     }
 
 

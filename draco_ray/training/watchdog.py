@@ -169,13 +169,23 @@ class Watchdog:
         Raises:
             RunStopped: by ``watch.drift=stop``. A resumed run goes on with the next step.
         """
-        if not metrics.get("drift_significant") or self._config.drift == "off":
+        signs = []
+        if metrics.get("drift_significant"):
+            signs.append(
+                f"less than {metrics['drift_share']:.0%} of the criteria on {100 * metrics['drift']:.0f} points more "
+                f"of the best-rewarded rollouts than of middle ones (95 % interval {100 * metrics['drift_low']:.0f} "
+                f"to {100 * metrics['drift_high']:.0f})"
+            )
+        if metrics.get("fall_significant"):
+            signs.append(
+                f"{100 * metrics['fall']:.0f} points less of the better-rewarded half than in earlier steps (95 % "
+                f"interval {100 * metrics['fall_low']:.0f} to {100 * metrics['fall_high']:.0f})"
+            )
+        if not signs or self._config.drift == "off":
             return
         said = (
-            f"step {metrics['step']}: the held-out judge passes less than {metrics['drift_share']:.0%} of the criteria "
-            f"on {100 * metrics['drift']:.0f} points more of the best-rewarded rollouts than of middle ones (95 % "
-            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}), so the policy may "
-            "exploit the judge: read rollouts that only the judge passes"
+            f"step {metrics['step']}: the held-out judge passes {', and '.join(signs)}, so the policy may exploit the "
+            "judge: read rollouts that only the judge passes"
         )
         if self._config.drift == "stop":
             raise RunStopped(f"{said} (watch.drift=stop)")

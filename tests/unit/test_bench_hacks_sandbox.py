@@ -74,10 +74,10 @@ def test_hacked_rollouts_are_counted_and_turns_without_code_are_none(
     store = RunStore(run)
     for trajectory in group:
         store.write("steps", 1, f"task_1-{trajectory.rollout}", step_rows(1, trajectory))
-    store.finish_step(1, {"step": 1, "drift_significant": 1, "held_out_pairs": [[0.1, 0.9]]})
+    store.finish_step(1, {"step": 1, "drift_significant": 0, "fall_significant": 1, "held_out_best": [0.1]})
     assert job.watched(run, "claim") == job.Watched(1, [0.25], 1)
     unwatched = RunStore(RunDirectory.create(tmp_path / "unwatched", dump_config(load_config("sandbox"))))
-    unwatched.finish_step(1, {"step": 1, "drift_significant": 0, "held_out_pairs": []})
+    unwatched.finish_step(1, {"step": 1, "drift_significant": 0, "fall_significant": 0, "held_out_best": []})
     assert job.clean_runs(tmp_path) == [job.Watched(1, [0.0], 1)]
 
 
@@ -126,4 +126,4 @@ def test_the_table_says_whether_a_run_was_flagged_in_time(
         ["apology, 0", "2", "2", "no", "10, 30, 90"],
         ["no_op, 0", "-", "-", "-", "10, 20, 20"],
     ]
-    assert last.startswith("1 of 2 clean runs flagged (30 to 30 pairs each).")
+    assert last.startswith("1 of 2 clean runs flagged (30 to 30 groups each).")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from draco_ray.algorithm.drift import drift
+from draco_ray.algorithm.drift import drift, fall
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import HeldOutJudgeConfig, JudgeConfig, WatchConfig
 from draco_ray.errors import RunStopped
@@ -24,7 +24,7 @@ from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline
-from draco_ray.records import Judged, ScoredCriterion, Verdict
+from draco_ray.records import FloatArray, Judged, ScoredCriterion, Verdict
 from draco_ray.training.metrics import held_out_metrics
 from draco_ray.training.watchdog import Watchdog
 
@@ -79,7 +79,7 @@ def held_out(judges: Judges, keep: Keep, share: float = 1.0) -> HeldOutJudge:
     return HeldOutJudge(config, judges, keep)  # type: ignore[arg-type]
 
 
-async def test_it_scores_the_best_and_a_middle_rollout_and_only_its_calls_are_stored() -> None:
+async def test_it_scores_the_better_half_and_a_middle_rollout_and_only_its_calls_are_stored() -> None:
     judges, keep, phases = Judges(), Keep(), list[Any]()
     verdicts = {0: (1, -1, -1), 1: (1, 1, -1), 3: (1, 1, 1), 4: (-1, -1, -1)}
     trained: Any = [(number, f"trajectory {number}", summary(*each)) for number, each in verdicts.items()]
@@ -89,14 +89,16 @@ async def test_it_scores_the_best_and_a_middle_rollout_and_only_its_calls_are_st
         return await held_out(judges, keep, share).score(1, CONTEXT, trained, reward, "rubric", phases)
 
     mean: Any = pytest.approx(2 / 3)
-    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=mean, best=0.0, middle=0.0)
-    assert [given["trajectory"] for _, _, given in judges.asked] == ["trajectory 3", "trajectory 0"]
-    assert keep.calls == ["heldout_calls"] * 2
-    assert [each.phase for each in phases] == ["held_out"] * 2
+    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=mean, best=(0.0, 0.0), middle=0.0)
+    assert [given["trajectory"] for _, _, given in judges.asked] == [f"trajectory {each}" for each in (3, 1, 0)]
+    assert keep.calls == ["heldout_calls"] * 3
+    assert [each.phase for each in phases] == ["held_out"] * 3
     assert all(context.held_out and given["rubric"] == "rubric" for _, context, given in judges.asked)
     assert await score((-1 / 3, 1 / 3, 1.0, -1.0), share=1e-9) is None
-    assert await score((0.5, 0.5, 0.5, 0.5)) is None
-    assert len(judges.asked) == 2
+    assert len(judges.asked) == 3
+    # Equal rewards, as of a group of hacks: nothing is in the middle.
+    alike: Any = pytest.approx(1 / 2)
+    assert await score((0.5, 0.5, 0.5, 0.5)) == HeldOutScores(trained=alike, best=(0.0, 0.0), middle=None)
 
 
 def test_a_rubric_without_criteria_is_passed_and_a_failed_scoring_says_nothing() -> None:
@@ -310,7 +312,45 @@ def test_a_share_on_the_border_counts_as_reached() -> None:
     assert found.evidence == pytest.approx(1.0)
 
 
-SCORED = [HeldOutScores(trained=0.9, best=0.1, middle=0.5), HeldOutScores(trained=0.8, best=0.9, middle=0.5)]
+def fell_at(rng: np.random.Generator, share_TG: FloatArray) -> int | None:
+    """The first step after which the fall is significant; the better half's three rollouts have six criteria each."""
+    steps = (rng.binomial(18, share_TG) / 18).tolist()
+    for step in range(1, len(steps) + 1):
+        found = fall(steps[:step])
+        if found is not None and found.significant:
+            return step
+    return None
+
+
+def test_a_pass_rate_that_stays_or_rises_is_seldom_a_fall() -> None:
+    rng = np.random.default_rng(3)
+    # Groups differ: some tasks are solved by all, some by none.
+    constant = [fell_at(rng, rng.beta(1, 1, (30, 8))) for _ in range(100)]
+    assert sum(each is not None for each in constant) <= 6
+    rising = [fell_at(rng, np.linspace(0.3, 0.9, 30)[:, None] * rng.beta(3, 1, (30, 8))) for _ in range(50)]
+    assert sum(each is not None for each in rising) <= 1
+
+
+def test_a_fall_is_found_soon_and_where_no_group_has_a_middle_rollout() -> None:
+    rng = np.random.default_rng(4)
+    for late in (4, 12, 40):
+        share_TG = rng.beta(3, 1, (late + 12, 8))
+        share_TG[late:] *= rng.random((12, 8)) < 0.5
+        at = fell_at(rng, share_TG)
+        assert at is not None
+        assert late < at <= late + 10
+    scored = [[HeldOutScores(trained=1.0, best=(share, share), middle=None)] * 8 for share in (0.9, 0.9, 0.2, 0.2)]
+    lines: list[dict[str, Any]] = []
+    for each in scored:
+        lines.append(held_out_metrics(each, lines))
+    assert [line["fall_significant"] for line in lines] == [0, 0, 0, 1]
+    assert lines[-1]["fall"] == pytest.approx(0.7)
+    assert (lines[-1]["drift"], lines[-1]["held_out_rollouts"]) == (None, 16)
+    assert fall([]) is None
+    assert fall([[1.0] * 40] * 3).significant is False  # type: ignore[union-attr]
+
+
+SCORED = [HeldOutScores(trained=0.9, best=(0.1,), middle=0.5), HeldOutScores(trained=0.8, best=(0.9,), middle=0.5)]
 
 
 def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
@@ -321,10 +361,11 @@ def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
     assert found["held_out_pairs"] == [[0.1, 0.5], [0.9, 0.5]]
     hacked = held_out_metrics(SCORED[:1] * 12, [{"held_out_pairs": [[0.1, 0.5]] * 12}, {}])
     assert hacked["drift_significant"] == 1
-    assert hacked["drift_evidence"] > 20
+    assert hacked["drift_evidence"] > 40
     assert (hacked["drift"], hacked["drift_low"], hacked["drift_share"]) == (1.0, 1.0, 0.2)
     nothing = held_out_metrics([], [])
     assert (nothing["held_out_rate"], nothing["drift"], nothing["drift_significant"]) == (None, None, 0)
+    assert (nothing["fall"], nothing["fall_significant"]) == (None, 0)
 
 
 def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
@@ -348,6 +389,12 @@ def test_a_run_warns_or_stops_as_it_is_told() -> None:
     assert said[0].startswith(
         "step 4: the held-out judge passes less than 40% of the criteria on 31 points more of the best-rewarded "
         "rollouts than of middle ones (95 % interval 20 to 42)"
+    )
+    fallen = {"step": 4, "fall": 0.2, "fall_low": 0.1, "fall_high": 0.3, "fall_significant": 1}
+    Watchdog(WatchConfig()).check_drift(fallen, said.append)
+    assert said[-1].startswith(
+        "step 4: the held-out judge passes 20 points less of the better-rewarded half than in earlier steps (95 % "
+        "interval 10 to 30), so the policy may"
     )
     with pytest.raises(RunStopped, match=r"watch\.drift=stop"):
         Watchdog(WatchConfig(drift="stop")).check_drift(line, said.append)

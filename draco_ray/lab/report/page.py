@@ -115,12 +115,12 @@ STAND_IN = (
 )
 INERT = "Credit of a rollout is inert if the verdicts that cite its steps all agree, so all steps get the same credit."
 HELD = (
-    "Of some groups the held-out judge scores the best-rewarded and a middle rollout; its verdicts are not used for "
-    "training."
+    "Of some groups the held-out judge scores the better-rewarded half and a middle rollout; its verdicts are not used "
+    "for training."
 )
 DRIFT = (
-    "How many more of the best-rewarded rollouts than of the middle ones fail with the held-out judge, with 95 % "
-    "intervals: at most 0 without a hack."
+    "How many more of the best-rewarded rollouts than of middle ones fail with the held-out judge (at most 0 without a "
+    "hack), and by how much its pass share of the better half has fallen; with 95 % intervals."
 )
 QUALITY = "Quality Q of a step: share of passes among the verdicts that cite it."
 
@@ -179,14 +179,21 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
         Series(name, steps, [line[key] for line in lines])
         for name, key in (("judge", "held_out_trained_rate"), ("held-out judge", "held_out_rate"))
     ]
-    drifts = [None if line["drift"] is None else (line["drift_low"], line["drift_high"]) for line in lines]
-    rise = [Series("drift", steps, [line["drift"] for line in lines], drifts)]
-    flagged = [str(line["step"]) for line in lines if line["drift_significant"]]
+    signs = [
+        Series(
+            name,
+            steps,
+            [line[key] for line in lines],
+            [None if line[key] is None else (line[f"{key}_low"], line[f"{key}_high"]) for line in lines],
+        )
+        for name, key in (("below middle ones", "drift"), ("below earlier steps", "fall"))
+    ]
+    flagged = [str(line["step"]) for line in lines if line["drift_significant"] or line["fall_significant"]]
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [
         Chart(line_chart("Pass rate by two judges, same rollouts", both, bounds=(0.0, 1.0), number=percent), note=HELD),
         Chart(
-            line_chart("Rewarded, and failed by the held-out judge", rise, number=percent),
+            line_chart("Rewarded, and failed by the held-out judge", signs, number=percent),
             note=f"{DRIFT} {said}".strip(),
         ),
     ]
