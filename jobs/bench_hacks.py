@@ -129,8 +129,9 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
     flagged: list[int | None] = [None] * len(HELD_OUT)
     order = rng.permutation(np.tile(np.arange(TASKS), 1 + steps * GROUPS // TASKS))
     for step in range(steps):
-        for watched in (*pairs, *best):
-            watched.append([])
+        for each in range(len(HELD_OUT)):
+            pairs[each].append([])
+            best[each].append([])
         for task in order[step * GROUPS : (step + 1) * GROUPS]:
             way_G = rng.choice(4, ROLLOUTS, p=_softmax(logit_TW[task]))
             draw_GK = rng.random((ROLLOUTS, EASY + HARD))

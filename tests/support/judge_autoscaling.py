@@ -81,7 +81,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
-    pool._watched.timeout_seconds, pool._watched.ping_seconds = 10.0, 0.2
+    pool.timeout_seconds, pool.ping_seconds = 10.0, 0.2
     place = pool.workers.pooled[0]
     process = await place.worker.__ray_call__.remote(_process_id)
     calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]
