@@ -78,7 +78,9 @@ def wanted(hole: str, seed: int, steps: int, policy: Path, overrides: tuple[str,
 def watched(run: RunDirectory, hole: str) -> Watched:
     """Read it from a finished run."""
     metrics = run.metrics()
-    flagged = next((line["step"] for line in metrics if line["drift_significant"] or line["fall_significant"]), None)
+    flagged = next(
+        (line["step"] for line in metrics if line["drift_significant"] or line.get("fall_significant")), None
+    )
     hacked = []
     for line in metrics:
         rows = run.table("steps", line["step"], ["task_id", "rollout", "action"]).to_pylist()
@@ -87,7 +89,7 @@ def watched(run: RunDirectory, hole: str) -> Watched:
             (row["task_id"], row["rollout"]) for row in rows if hole != CLEAN and is_hacked(row["action"] or "", hole)
         }
         hacked.append(len(found) / max(1, len(rollouts)))
-    return Watched(flagged, hacked, sum(len(line["held_out_best"] or ()) for line in metrics))
+    return Watched(flagged, hacked, sum(len(line.get("held_out_best") or ()) for line in metrics))
 
 
 def clean_runs(folder: Path) -> list[Watched]:

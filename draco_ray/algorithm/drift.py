@@ -1,6 +1,6 @@
 """Two signs that the policy exploits the main judge, from the scores of a held-out judge.
 
-In a group the held-out judge scores the half with the highest rewards and the next rollout (`compared`). It may be
+In a group the held-out judge scores the half with the highest rewards and a middle rollout (`compared`). It may be
 stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as the two agree on
 what is better, the best rollout is at least as likely as that middle one to reach any pass share h, and training does
 not lower what the better half reaches. A hack breaks both: it is among the best, and the held-out judge passes little
@@ -17,10 +17,12 @@ staked from step k on (arXiv 2203.03532).
 Two cases without a hack look the same: a main judge that passes whole rollouts by mistake, and a held-out judge that
 fails the best rollouts by mistake. A hack that the held-out judge rates like a middle rollout is not detected.
 
-`fall` compares every stretch of steps that ends now with every stretch just before it: the difference of their means in
-standard errors, with the variance of both together. Its limit, sqrt(2 log(5 T^2)) after T steps, grows with the number
-of stretches; about 3 % of simulated runs of constant pass rate exceed it (``tests/unit/test_held_out_scoring.py``). A
-policy that has become worse without a hack looks the same; the main judge's own pass rate tells.
+`fall` compares every stretch of steps that ends now with every stretch just before it by a likelihood ratio of two
+Bernoulli rates against one, divided by the dispersion of the shares (McCullagh and Nelder, Generalized Linear Models,
+chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square root,
+sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches; about 2 % of simulated runs of constant pass rate
+exceed it (``tests/unit/test_held_out_scoring.py``). A policy that has become worse without a hack looks the same, and
+so do harder tasks; the main judge's own pass rate tells.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ MOST = 20.0
 SHOWN = 200
 """Number of last pairs behind the difference that is shown."""
 FEWEST = 16
-"""Fewest groups in a stretch: the mean of fewer is not close to normal."""
+"""Fewest groups in a stretch."""
+TINY = 1e-12
+"""Keeps logarithms and quotients finite where all shares are 0 or 1."""
 
 Pair = Sequence[float]
 """Pass shares by the held-out judge of a group's best and of its middle rollout, in [0, 1]."""
@@ -158,10 +162,20 @@ def fall(steps: Sequence[Sequence[float]]) -> Fall | None:
         return None
     first, since, before, after = first[enough], since[enough], before[enough], after[enough]
     both = before + after
-    size = (sum_T[since] - sum_T[first]) / before - (sum_T[-1] - sum_T[since]) / after
-    variance = np.maximum(square_T[-1] - square_T[first] - (sum_T[-1] - sum_T[first]) ** 2 / both, 0) / (both - 1)
-    error = np.maximum(np.sqrt(variance * (1 / before + 1 / after)), 1e-9)
-    most = int((size / error).argmax())
-    largest, half = float(size[most]), 1.96 * float(error[most])
-    limit = math.sqrt(2 * math.log(5 * len(steps) ** 2))
-    return Fall(largest, largest - half, largest + half, bool(size[most] > limit * error[most]))
+    mean_before, mean_after = (sum_T[since] - sum_T[first]) / before, (sum_T[-1] - sum_T[since]) / after
+    mean = (sum_T[-1] - sum_T[first]) / both
+    variance = np.maximum(square_T[-1] - square_T[first] - both * mean**2, 0) / (both - 1)
+    gain = before * _divergence(mean_before, mean) + after * _divergence(mean_after, mean)
+    ratio = 2 * gain / np.maximum(variance / np.maximum(mean * (1 - mean), TINY), TINY)
+    size = mean_before - mean_after
+    most = int((np.sign(size) * ratio).argmax())
+    half = 1.96 * math.sqrt(variance[most] * (1 / before[most] + 1 / after[most]))
+    significant = size[most] > 0 and ratio[most] > 2 * math.log(10 * len(steps) ** 2)
+    return Fall(float(size[most]), float(size[most]) - half, float(size[most]) + half, bool(significant))
+
+
+def _divergence(share: FloatArray, mean: FloatArray) -> FloatArray:
+    """Kullback-Leibler divergence of two Bernoulli rates, in nats."""
+    share, mean = (np.clip(each, TINY, 1 - TINY) for each in (share, mean))
+    divergence: FloatArray = share * np.log(share / mean) + (1 - share) * np.log((1 - share) / (1 - mean))
+    return divergence

@@ -427,14 +427,14 @@ class OtherJudgeConfig(Tree):
 
 
 class HeldOutJudgeConfig(OtherJudgeConfig):
-    """A judge that scores two rollouts of a share of the groups and is never trained on (docs/faults.md)."""
+    """A judge that scores rollouts of a share of the groups and is never trained on (docs/faults.md)."""
 
     model: Model = ""
     """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
     rubric: Path | None = None
     """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
     share: float = Field(0.75, gt=0, le=1)
-    """Share of the groups in which it scores two rollouts: the one with the highest reward and a middle one."""
+    """Share of the groups in which it scores the half with the highest rewards and a middle one: G/2 + 1 calls."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:

@@ -277,9 +277,10 @@ class VllmEngine:
             llm = self._running()
             if self._asleep:
                 return
+            # Before vLLM is asked, so that `wake` opens an engine whose sleep was cancelled.
+            self._asleep = True
             with self._explaining(llm, "vLLM cannot sleep", "see the log above"):
                 await llm.sleep(level=SLEEP_LEVEL, mode="wait")
-            self._asleep = True
 
     async def wake(self) -> None:
         """Load the weights back to the GPU and admit waiting requests. Safe to call again."""

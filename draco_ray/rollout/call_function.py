@@ -11,6 +11,7 @@ import inspect
 import json
 import os
 import sys
+from collections.abc import Awaitable
 from pathlib import Path
 
 from draco_ray.errors import DracoError
@@ -25,10 +26,14 @@ def main() -> None:
         raise SystemExit(str(error)) from None
     task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
     result = function({**task, "prompt": sys.stdin.read()})
-    if inspect.iscoroutine(result):
-        result = asyncio.run(result)
+    if inspect.isawaitable(result):
+        result = asyncio.run(_awaited(result))
     if result is not None:
         print(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False))
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
 
 
 if __name__ == "__main__":

@@ -352,7 +352,13 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
         TraceError: no record is a trace.
     """
     loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
-    loader.read(Found(f"{RECORD} {number}", record) for number, record in enumerate(records, 1))
+    for number, record in enumerate(records, 1):
+        where = f"{RECORD} {number}"
+        known = recognised(record)
+        if known is None:
+            loader.problem(where, f"unknown format, found {_described(record)}")
+        else:
+            loader._record(Found(where, record), known)
     loader.finish_sessions(one_file_a_call=False)
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")

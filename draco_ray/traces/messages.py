@@ -432,7 +432,7 @@ def _sharegpt(message: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     value = message["value"]
     if message["from"] != "function_call":
-        return {"role": str(message["from"]), "content": value}
+        return {"role": str(message["from"]), "content": plain(value)}
     called = decoded(value.strip()) if isinstance(value, str) else value
     return {"role": AGENT, "tool_calls": called if isinstance(called, list) else [called]}
 

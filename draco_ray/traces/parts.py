@@ -46,10 +46,11 @@ RESULTS = (
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 TYPES = (
     *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
-    *("reasoningContent", "reasoning_content", "cachePoint", "inlineData", "inline_data", "fileData", "file_data"),
-    *MEDIA,
+    *("reasoningContent", "reasoning_content", "cachePoint"),
 )
 """Keys that are the type of a part without ``type``."""
+FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
+"""Those that are its type if it has no text."""
 
 
 def parts(content: object) -> Iterator[Entry]:
@@ -95,12 +96,16 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if type_:
         return type_, each
     if (key := next((name for name in TYPES if isinstance(each.get(name), Mapping)), None)) is not None:
-        return ("file" if key.startswith("inline") else key), each[key]
-    if isinstance(each.get("json"), Mapping | list):
-        return "json", each
+        return key, each[key]
     if thought := text_of(each, "reasoningContent", "reasoning_content"):
         return "thinking", {"text": thought}
-    return ("thinking" if each.get("thought") is True else "text") if isinstance(each.get("text"), str) else "", each
+    if isinstance(each.get("text"), str):
+        return ("thinking" if each.get("thought") is True else "text"), each
+    if isinstance(each.get("json"), Mapping | list):
+        return "json", each
+    if (key := next((name for name in FILES if isinstance(each.get(name), Mapping)), None)) is not None:
+        return ("file" if key.startswith("inline") else key), each[key]
+    return "", each
 
 
 def _known(each: Mapping[str, Any]) -> list[Entry] | None:

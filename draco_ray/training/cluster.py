@@ -402,7 +402,8 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
     address = address_of(config)
     try:
         doing = f"joining the Ray cluster at {address}" if address else "starting Ray"
-        with handler_kept(signal.SIGTERM), shown(console or Console(quiet=True), doing):
+        progress = contextlib.nullcontext() if console is None else shown(console, doing)
+        with handler_kept(signal.SIGTERM), progress:
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:

@@ -243,6 +243,7 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
         parts.insert(1, f"tgc {metrics['tgc']:.1%}")
     if metrics.get("held_out_rate") is not None:
         drift = f", drift {metrics['drift']:+.0%}" if metrics["drift"] is not None else ""
+        drift += f", fall {metrics['fall']:+.0%}" if metrics["fall"] is not None else ""
         parts.append(f"held-out judge {metrics['held_out_rate']:.0%} to {metrics['held_out_trained_rate']:.0%}{drift}")
     if metrics.get("judge_prompts_cut"):
         parts.append(f"{metrics['judge_prompts_cut']} judge prompts truncated to the judge's context")

@@ -184,8 +184,8 @@ class Watchdog:
         if not signs or self._config.drift == "off":
             return
         said = (
-            f"step {metrics['step']}: the held-out judge passes {', and '.join(signs)}, so the policy may exploit the "
-            "judge: read rollouts that only the judge passes"
+            f"step {metrics['step']}: the held-out judge passes {'; it passes '.join(signs)}: the policy may exploit "
+            "the judge; read rollouts that only the judge passes"
         )
         if self._config.drift == "stop":
             raise RunStopped(f"{said} (watch.drift=stop)")

@@ -6,10 +6,13 @@ import asyncio
 import heapq
 import itertools
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 WorkerT = TypeVar("WorkerT")
+MAX_GROUPS = 10_000
+"""Groups for which the last worker is remembered; the least recently used are forgotten."""
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 30.0, 600.0
 """Pause after a worker failed a call; it doubles with each failure in a row, up to the maximum."""
 
@@ -72,7 +75,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, str, asyncio.Future[PooledWorker[WorkerT]]]] = []
-        self._last: dict[str, PooledWorker[WorkerT]] = {}
+        self._last: OrderedDict[str, PooledWorker[WorkerT]] = OrderedDict()
         """Group -> the worker that had its last call."""
         self._arrivals = itertools.count()
         self._full_use_at = -float("inf")
@@ -211,6 +214,9 @@ class ElasticWorkers(Generic[WorkerT]):
         pooled.calls += 1
         if group:
             self._last[group] = pooled
+            self._last.move_to_end(group)
+            if len(self._last) > MAX_GROUPS:
+                self._last.popitem(last=False)
         return pooled
 
     def _free(self, group: str) -> PooledWorker[WorkerT] | None:

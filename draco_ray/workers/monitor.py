@@ -270,11 +270,13 @@ class MonitoredWorkers(Generic[WorkerT]):
             try:
                 if not await self._answered(answer):
                     answered = pooled.up
+                    if answered:
+                        log.warning("%s %d does not answer", self._kind, pooled.number)
                     self.workers.mark_down(pooled)
                     if answered:
                         await _answered_or_abandoned(pooled, answer)
                     if answered and not answer.done():
-                        log.warning("%s %d does not answer and is restarted", self._kind, pooled.number)
+                        log.warning("%s %d is restarted", self._kind, pooled.number)
                         self._restart(pooled.worker)
                 await answer
             except WorkerLost as error:

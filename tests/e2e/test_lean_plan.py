@@ -75,10 +75,10 @@ def test_merged_questions_replace_the_single_ones(run: RunDirectory) -> None:
 
 def test_the_held_out_judge_scores_rollouts_and_adds_no_verdict(run: RunDirectory) -> None:
     judged = [line for line in run.metrics() if line["held_out_rollouts"]]
-    assert judged, "no group had two different rewards"
+    assert judged, "the held-out judge scored no group"
     for line in judged:
         assert 0 <= line["held_out_rate"] <= 1
-        assert len(line["held_out_best"]) < line["held_out_rollouts"]
+        assert line["held_out_rollouts"] == len(line["held_out_best"]) + len(line["held_out_pairs"])
     # Its verdicts are kept with the calls and nowhere else: those of training are one for each criterion of the group.
     criteria = {(row["task_id"], row["criterion"]) for row in run.table("criteria").to_pylist()}
     assert {(row["task_id"], row["criterion"]) for row in run.table("verdicts").to_pylist()} <= criteria

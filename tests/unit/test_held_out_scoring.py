@@ -327,6 +327,9 @@ def test_a_pass_rate_that_stays_or_rises_is_seldom_a_fall() -> None:
     # Groups differ: some tasks are solved by all, some by none.
     constant = [fell_at(rng, rng.beta(1, 1, (30, 8))) for _ in range(100)]
     assert sum(each is not None for each in constant) <= 6
+    # Nearly all shares are 1.
+    skewed = [fell_at(rng, (rng.random((30, 8)) < 0.96).astype(float)) for _ in range(60)]
+    assert sum(each is not None for each in skewed) <= 3
     rising = [fell_at(rng, np.linspace(0.3, 0.9, 30)[:, None] * rng.beta(3, 1, (30, 8))) for _ in range(50)]
     assert sum(each is not None for each in rising) <= 1
 
@@ -373,6 +376,8 @@ def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
     lines = [{"step": 1, **held_out_metrics(SCORED * 6, [])}]
     lines.append({"step": 2, **held_out_metrics(SCORED[:1] * 24, lines)})
     assert _of_held_out([none]) == []
+    # Steps before `fall` was measured.
+    assert len(_of_held_out([{key: value for key, value in lines[0].items() if not key.startswith("fall")}])) == 2
     rates, drifts = _of_held_out([none, *lines])
     assert "held-out judge" in str(rates.drawing)
     assert "Significant after step 2" in drifts.note
@@ -394,7 +399,7 @@ def test_a_run_warns_or_stops_as_it_is_told() -> None:
     Watchdog(WatchConfig()).check_drift(fallen, said.append)
     assert said[-1].startswith(
         "step 4: the held-out judge passes 20 points less of the better-rewarded half than in earlier steps (95 % "
-        "interval 10 to 30), so the policy may"
+        "interval 10 to 30): the policy may"
     )
     with pytest.raises(RunStopped, match=r"watch\.drift=stop"):
         Watchdog(WatchConfig(drift="stop")).check_drift(line, said.append)

@@ -130,6 +130,9 @@ class ServerProcess(ForkClient):
         """How the process ended, or ``reason`` if it has not."""
         try:
             status, cpu_seconds = await self.order("end", _GONE_SECONDS, fork=False)
+        except TimeoutError:
+            # The server lives; what it says of the end comes too late.
+            return Ended(self.excess or reason, own=True)
         except OSError:
             return self._dead()
         if status is None:

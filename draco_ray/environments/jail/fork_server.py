@@ -79,17 +79,18 @@ class ForkServer(ABC):
         caretaker = linux.children_of(os.getpid())
         while True:
             order, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
-            ended = self._end(child, caretaker)
+            # A host that has closed its end wants the process killed at once.
+            ended = self._end(child, caretaker, self._patience_seconds if order else 0.0)
             if not order:
                 return
             self.clear()
             child = self._fork(order.decode(), descriptors[0]) if descriptors else 0
             self._control.send(json.dumps(ended).encode())
 
-    def _end(self, child: int, caretaker: set[int]) -> tuple[int | None, float]:
-        if child:
+    def _end(self, child: int, caretaker: set[int], patience_seconds: float) -> tuple[int | None, float]:
+        if child and patience_seconds:
             watched = os.pidfd_open(child)
-            select.select([watched], [], [], self._patience_seconds)
+            select.select([watched], [], [], patience_seconds)
             os.close(watched)
         ended, status, usage = os.wait4(child, os.WNOHANG) if child else (0, 0, None)
         left = linux.end_descendants(caretaker)

@@ -170,7 +170,7 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
-    """The judge beside the held-out judge on the same rollouts, and the drift between them; of a run that has one."""
+    """The judge beside the held-out judge on the same rollouts, and the signs of a hack; of a run that has one."""
     lines = [line for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []
@@ -183,12 +183,12 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
         Series(
             name,
             steps,
-            [line[key] for line in lines],
-            [None if line[key] is None else (line[f"{key}_low"], line[f"{key}_high"]) for line in lines],
+            [line.get(key) for line in lines],
+            [None if line.get(key) is None else (line[f"{key}_low"], line[f"{key}_high"]) for line in lines],
         )
         for name, key in (("below middle ones", "drift"), ("below earlier steps", "fall"))
     ]
-    flagged = [str(line["step"]) for line in lines if line["drift_significant"] or line["fall_significant"]]
+    flagged = [str(line["step"]) for line in lines if line["drift_significant"] or line.get("fall_significant")]
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [
         Chart(line_chart("Pass rate by two judges, same rollouts", both, bounds=(0.0, 1.0), number=percent), note=HELD),
