@@ -19,7 +19,7 @@ from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.jail import confine
-from draco_ray.errors import WorldError
+from draco_ray.errors import ConfigError
 from draco_ray.verifiers.options import VerifiersOptions, verifiers_python
 from tests.support import skips
 
@@ -130,7 +130,7 @@ def verifiers() -> str:
     """Path of the Python in .venv-verifiers; a test is skipped where there is none."""
     try:
         return verifiers_python(VerifiersOptions())
-    except WorldError as error:
+    except ConfigError as error:
         pytest.skip(str(error))
 
 

@@ -10,6 +10,7 @@ from pydantic import Field
 from draco_ray.config.schema import EnvironmentConfig, Tree
 from draco_ray.environments.base import checked_options
 from draco_ray.environments.own_python import own_python
+from draco_ray.errors import ConfigError, WorldError
 
 VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
@@ -50,15 +51,18 @@ def read_options(config: EnvironmentConfig) -> VerifiersOptions:
 
 
 def verifiers_python(options: VerifiersOptions) -> str:
-    """Path of the interpreter of verifiers' virtual environment. Raises: WorldError."""
-    return own_python(
-        options.python,
-        of="verifiers'",
-        key="environment.options.python",
-        variable=VARIABLE,
-        folder=".venv-verifiers",
-        made_by=MADE_BY,
-    )
+    """Path of the interpreter of verifiers' virtual environment. Raises: ConfigError: there is none."""
+    try:
+        return own_python(
+            options.python,
+            of="verifiers'",
+            key="environment.options.python",
+            variable=VARIABLE,
+            folder=".venv-verifiers",
+            made_by=MADE_BY,
+        )
+    except WorldError as error:
+        raise ConfigError(str(error)) from None
 
 
 def told_to_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> str:

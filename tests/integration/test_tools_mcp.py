@@ -79,7 +79,9 @@ async def call(world: World, name: str, **arguments: object) -> str:
 
 def jailed() -> list[psutil.Process]:
     """The processes of jails that this process has started itself."""
-    return [each for each in psutil.Process().children() if "tools.server" in " ".join(each.cmdline())]
+    # An earlier test's Ray may have left zombies, which have no command line.
+    living = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in living if "tools.server" in " ".join(each.cmdline())]
 
 
 @pytest.fixture
