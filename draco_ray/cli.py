@@ -133,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except OSError as error:
         problem: DracoError
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             place = error.filename or "the files of this command"
             problem = StoreError(f"{place}: no space left on the disk; free some and run the command again")
         elif isinstance(error, PermissionError) and error.filename is not None:
