@@ -93,7 +93,7 @@ def watched(run: RunDirectory, hole: str) -> Watched:
 
 
 def clean_runs(folder: Path) -> list[Watched]:
-    """The runs of a folder that have a held-out judge; the caller ensures that their judge has no hole."""
+    """Runs in a folder that have a held-out judge, as clean ones: the caller must know that their judge has no hole."""
     runs = [watched(RunDirectory.open(each.parent), CLEAN) for each in sorted(folder.glob("*/metrics.jsonl"))]
     return [run for run in runs if run.groups]
 

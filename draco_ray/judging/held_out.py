@@ -41,13 +41,13 @@ class HeldOutScores:
     trained: float
     """Mean of all by the main judge, whose verdicts the policy is trained on."""
     best: tuple[float, ...]
-    """Of the better half, best first, by the held-out judge."""
+    """Pass shares of the better half by the held-out judge, highest reward first."""
     middle: float | None
-    """By the held-out judge; None if all rewards are equal."""
+    """Pass share of the middle rollout by the held-out judge; None if all rewards are equal."""
 
     @property
     def held_out(self) -> tuple[float, ...]:
-        """All by the held-out judge."""
+        """Pass shares of all scored rollouts, by the held-out judge."""
         return self.best if self.middle is None else (*self.best, self.middle)
 
 

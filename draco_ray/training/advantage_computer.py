@@ -98,7 +98,7 @@ class AdvantageComputerActor:
         evaluations: Sequence[ray.ObjectRef[Evaluated]] | None,
         key: Sequence[int],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """Plain GRPO on rewards that no judge gives.
+        """Plain GRPO on rewards that do not come from the judge.
 
         Args:
             evaluations: the ``outcome`` setting: the environment's reward or, without one, success (1 or 0). None: the

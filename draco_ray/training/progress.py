@@ -151,7 +151,7 @@ class StepProgress:
         self._title = ""
 
     def _beat(self, ended: threading.Event) -> None:
-        """Print the line whenever it is due; for the log of a job."""
+        """Print the progress line at its interval, if the output is a log and not a terminal."""
         while not ended.wait(LOOK_SECONDS):
             if (line := self.due()) is not None:
                 self._console.print(f"in progress: {line}")

@@ -324,7 +324,7 @@ def fell_at(rng: np.random.Generator, share_TG: FloatArray) -> int | None:
 
 def test_a_pass_rate_that_stays_or_rises_is_seldom_a_fall() -> None:
     rng = np.random.default_rng(3)
-    # Groups differ: some tasks are solved by all, some by none.
+    # Tasks differ in difficulty: every rollout solves some of them, none solves others.
     constant = [fell_at(rng, rng.beta(1, 1, (30, 8))) for _ in range(100)]
     assert sum(each is not None for each in constant) <= 6
     # Nearly all shares are 1.

@@ -39,7 +39,7 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_command_that_comes_no_further_ends_the_worker() -> None:
     worker = Worker(advances=False)
-    # Waiting for a command is none.
+    # A worker that waits for a command does not hang.
     looks(worker, 10)
     assert not worker.ended.is_set()
     with worker.watch.call():

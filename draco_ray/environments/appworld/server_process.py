@@ -37,7 +37,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Ended(Exception):
-    """A task's process has ended, or said what it may not say."""
+    """A task's process has ended, or broke the protocol."""
 
     def __init__(self, reason: str, *, own: bool) -> None:
         """``own``: whether its code caused it; false if the server ended too, or it was killed from outside."""
@@ -119,7 +119,7 @@ class ServerProcess(ForkClient):
             answer = json.loads(await self.exchange(order, seconds, most_bytes))
         except EOFError as error:
             raise await self._ended(f"{self._what} {error}") from None
-        # Hostile code can answer anything, and reading it can fail in many ways.
+        # The answer may come from hostile code, so parsing it can fail in many ways.
         except (ValueError, RecursionError) as error:
             raise Ended(f"the answer cannot be read: {error}", own=True) from None
         if not isinstance(answer, dict):
@@ -131,7 +131,7 @@ class ServerProcess(ForkClient):
         try:
             status, cpu_seconds = await self.order("end", _GONE_SECONDS, fork=False)
         except TimeoutError:
-            # The server lives; what it says of the end comes too late.
+            # The server is alive but did not report the process's end in time.
             return Ended(self.excess or reason, own=True)
         except OSError:
             return self._dead()

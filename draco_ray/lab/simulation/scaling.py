@@ -143,7 +143,7 @@ def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
 
 
 def _scaled(setting: Setting, factor: float) -> Setting:
-    """The setting with ``factor`` times the slots, judge workers and judge limits."""
+    """A copy of the setting in which slots, judge workers and judge limits are multiplied by ``factor``."""
     requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
     return replace(
         setting,

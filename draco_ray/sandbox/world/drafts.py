@@ -25,7 +25,7 @@ Params = dict[str, str | int]
 
 
 class Unfit(Exception):
-    """The chosen parameters make no good task."""
+    """Raised if the chosen parameters give no usable task."""
 
 
 def require(good: object) -> None:
