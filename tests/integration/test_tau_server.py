@@ -36,6 +36,10 @@ def configure(model: Path) -> DracoConfig:
     )
 
 
+def client(url: str, key: str) -> httpx.Client:
+    return httpx.Client(base_url=url.partition("/v1")[0], headers={"Authorization": f"Bearer {key}"})
+
+
 def processes_serving(folder: Path) -> list[psutil.Process]:
     return [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
 
@@ -54,7 +58,6 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
     policy = served_policy("step00001", str(model), tmp_path / "step00001")
     log = tmp_path / "server.log"
     with served(configure(model), policy, log, tmp_path, ["OPENAI_API_KEY"]) as endpoint:
-        assert endpoint.model == "hosted_vllm/policy"
         names = httpx.get(f"{endpoint.api_base}/models", headers={"Authorization": f"Bearer {endpoint.key}"})
         assert {each["id"]: each["parent"] for each in names.json()["data"]} == {"base": None, "policy": "base"}
         request = {
@@ -72,10 +75,10 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
         assert answer.json()["usage"]["completion_tokens"] > 0
         # The policy was found live before it was served; the model is no adapter of itself.
         with pytest.raises(TauBenchError, match="step00001: its adapter has no effect") as refusal:
-            server.check_adapter_is_live(url.partition("/v1")[0], endpoint.key, "step00001", served_as="base")
+            server.check_adapter_is_live(client(url, endpoint.key), "step00001", served_as="base")
         assert "\n" not in str(refusal.value)
         with pytest.raises(TauBenchError, match="returned no log-probs.*401"):
-            server.check_adapter_is_live(url.partition("/v1")[0], "another-key", "step00001")
+            server.check_adapter_is_live(client(url, "another-key"), "step00001")
         running = processes_serving(model)
         assert running
         assert not [each for each in running if endpoint.key in " ".join(each.cmdline())]

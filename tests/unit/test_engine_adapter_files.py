@@ -100,6 +100,7 @@ def test_a_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> No
         ("Qwen3_5ForConditionalGeneration", NAME.replace("model.layers", "model.language_model.layers")),
     ],
 )
-def test_names_follow_the_checkpoints_architecture(architecture: str, expected: str) -> None:
+def test_names_follow_the_checkpoints_architecture(files: AdapterFiles, architecture: str, expected: str) -> None:
+    assert expected in load_file(files.write(adapter(1), [architecture]) / "adapter_model.safetensors")
     assert engine_tensor_name(NAME, [architecture]) == expected
     assert engine_tensor_name(expected, [architecture]) == expected

@@ -10,35 +10,29 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from draco_ray.benchmarks.tau.config import TauBenchConfig
-from draco_ray.benchmarks.tau.evaluate import sent_temperatures, task_ids
-from draco_ray.benchmarks.tau.server import (
-    ServedPolicy,
-    TauPolicy,
-    find_policy,
-    free_port,
-    serve_command,
-    write_served_adapter,
-)
-from draco_ray.benchmarks.tau.tau2_process import (
+from draco_ray.benchmarks.tau.evaluate import (
     EMBEDDER_KEY,
-    JUDGE_KEY,
-    Tau2,
-    read_keys,
-    sampling,
+    key_variables,
+    sent_temperatures,
+    task_ids,
     tau2_environment,
     tau2_job,
 )
+from draco_ray.benchmarks.tau.server import TauPolicy, find_policy, free_port, serve_command
+from draco_ray.benchmarks.tau.tau2_process import JUDGE_KEY, Tau2, sampling
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError, DracoError
+from draco_ray.judging.endpoint import Server
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
-SERVED = ServedPolicy("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-key-0123456789")
+API_BASE = "http://127.0.0.1:8123/v1"
+SERVED = Server(API_BASE, "server-key-0123456789")
 POLICY = TauPolicy(name="step00100", model="Qwen/Qwen3.6-27B", adapter=Path("adapter"), rank=16)
 
 
@@ -120,7 +114,7 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
     environment = tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
     assert environment["OPENAI_API_KEY"] == KEYS["user simulator"]
     assert environment["OPENAI_API_BASE"] == "http://user/v1"
-    assert environment["HOSTED_VLLM_API_BASE"] == SERVED.api_base
+    assert environment["HOSTED_VLLM_API_BASE"] == API_BASE
     assert environment["HOSTED_VLLM_API_KEY"] == SERVED.key
     assert environment[JUDGE_KEY] == KEYS["judge"]
     assert environment[EMBEDDER_KEY] == KEYS["embedder"]
@@ -156,15 +150,15 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMPTY_KEY", "")
     tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"})
     with pytest.raises(ConfigError, match="judge: no API key found; set environment variable EMPTY_KEY"):
-        read_keys(tau, POLICY)
+        key_variables(tau, POLICY)
 
 
 def test_only_dense_retrieval_needs_the_embedders_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "x")
-    assert read_keys(config(retrieval="bm25"), POLICY).keys() == {"user simulator", "judge"}
+    assert key_variables(config(retrieval="bm25"), POLICY).keys() == {"user simulator", "judge"}
     with pytest.raises(ConfigError, match="embedder: no API key found; .* OPENROUTER_API_KEY"):
-        read_keys(config(), POLICY)
+        key_variables(config(), POLICY)
 
 
 def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
@@ -278,18 +272,6 @@ def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, 
     with pytest.raises(DracoError, match=reason) as refusal:
         find_policy(str(tmp_path / "policy"), settings)
     assert "\n" not in str(refusal.value)
-
-
-def test_an_adapter_is_served_under_the_names_vllm_looks_for(tmp_path: Path) -> None:
-    """vLLM silently ignores the learner's tensor names if the text model is inside a wrapper."""
-    base = model_directory(tmp_path / "base", architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
-    settings = DracoConfig.model_validate({"model": {"path": str(base)}})
-    policy = find_policy(str(adapter_directory(tmp_path / "step00001")), settings)
-    folder = write_served_adapter(policy, tmp_path / "copy")
-    assert list(load_file(folder / "adapter_model.safetensors")) == [
-        "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
-    ]
-    assert json.loads((folder / "adapter_config.json").read_text()) == {"r": 16}
 
 
 def test_keys_are_masked_wherever_they_are_quoted(tmp_path: Path) -> None:

@@ -13,8 +13,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,21 +34,26 @@ from draco_ray.benchmarks.tau.results import (
     simulation_files,
     summary,
 )
-from draco_ray.benchmarks.tau.server import SERVED, TauPolicy, free_port, serve_command, served
+from draco_ray.benchmarks.tau.server import LITELLM_NAME, SERVED, TauPolicy, free_port, serve_command, served
 from draco_ray.benchmarks.tau.tau2_process import (
     BANKING,
+    DENSE_RETRIEVAL,
+    JUDGE_KEY,
+    PASSED_ON,
+    RUNNER,
     Tau2,
     find_tau2,
-    key_variables,
-    read_keys,
-    run_job,
+    judge_job,
+    key_variable,
+    litellm_variables,
     sampling,
-    tau2_environment,
-    tau2_job,
+    settings_of,
 )
+from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.child import Scrubber
-from draco_ray.errors import ConfigError
+from draco_ray.engine.child import Child, Scrubber
+from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.judging.endpoint import Server
 from draco_ray.judging.pricing import find_price
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.temp_dirs import PrivateTempDir
@@ -54,12 +62,19 @@ from draco_ray.terminal import PlainConsole
 log = logging.getLogger(__name__)
 
 BENCHMARK = "tau-banking"
-NOT_COMPARED = {
-    *("tau2_python", "tau2_home", "embeddings_cache"),
-    *("concurrency", "stall_timeout_seconds", "restarts"),
-    *("tasks", "trials"),
+NOT_COMPARED: Any = {
+    **dict.fromkeys(("tau2_python", "tau2_home", "embeddings_cache"), True),
+    **dict.fromkeys(("concurrency", "stall_timeout_seconds", "restarts", "tasks", "trials"), True),
+    **{role: {"api_key_env"} for role in ("agent", "user", "judge", "embedder")},
+    "server": {"port", "start_timeout_seconds"},
 }
 """Settings that do not change the outcome, or that the plan stores elsewhere."""
+COPIED = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
+"""Keys of the configuration that a job has under the same names."""
+STEPS_PER_TURN = 2
+"""tau2's max_steps counts the messages of both sides."""
+EMBEDDER_KEY = "DRACO_TAU_EMBEDDER_KEY"
+POLL_SECONDS = 0.2
 
 
 def evaluate_tau(
@@ -130,17 +145,14 @@ def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | No
     if len(set(names)) < len(names):
         raise ConfigError(f"policies {', '.join(names)}: expected different names")
     for policy in policies:
-        read_keys(tau, policy)
+        key_variables(tau, policy)
         if not policy.api:
             serve_command(config, policy, free_port(tau.server.port), policy.adapter)
     tau2 = find_tau2(tau)
     tasks = task_ids(tau, tau2)
     settings = tau.model_dump(mode="json", exclude=NOT_COMPARED)
-    for role in ("agent", "user", "judge", "embedder"):
-        del settings[role]["api_key_env"]
     for role, temperature in sent_temperatures(tau, policies).items():
         settings[role]["temperature"] = temperature
-    del settings["server"]["port"], settings["server"]["start_timeout_seconds"]
     settings |= {f"weights.{policy.name}": policy.digest for policy in policies}
     settings |= {f"model.{policy.name}": policy.model for policy in policies}
     settings |= {"thinking": config.agent.thinking, "dtype": config.model.dtype, "tau2_commit": tau2.commit}
@@ -192,18 +204,120 @@ def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> 
     return found
 
 
+def key_variables(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
+    """Role -> name of the environment variable that holds its key.
+
+    Raises:
+        ConfigError: a key is not set.
+    """
+    variables = {"user simulator": key_variable(config.user), "judge": key_variable(config.judge)}
+    if config.retrieval in DENSE_RETRIEVAL:
+        variables["embedder"] = config.embedder.api_key_env
+    if policy.api:
+        variables["agent"] = key_variable(config.agent, policy.model)
+    for role, variable in variables.items():
+        if not os.environ.get(variable):
+            raise ConfigError(
+                f"{role}: no API key found; set environment variable {variable} (to any text if the endpoint needs no "
+                "key), or name another variable in tau_bench"
+            )
+    return variables
+
+
+def tau2_environment(
+    config: TauBenchConfig,
+    home: Path,
+    policy: TauPolicy,
+    endpoint: Server | None,
+    keys: Mapping[str, str],
+    tmp: Path,
+) -> dict[str, str]:
+    """Build the whole environment of tau2's process.
+
+    Args:
+        home: the checkout of tau2-bench.
+        endpoint: endpoint of the policy served here; None for an API policy.
+        keys: role -> key.
+        tmp: private folder for temporary files.
+
+    Raises:
+        ConfigError: two roles need one variable with different values, or the endpoint of a role cannot be set.
+    """
+    user = litellm_variables("tau_bench.user", config.user, config.user.model, keys["user simulator"])
+    if endpoint is not None:
+        agent = {"HOSTED_VLLM_API_BASE": endpoint.api_base, "HOSTED_VLLM_API_KEY": endpoint.key}
+    else:
+        agent = litellm_variables("tau_bench.agent", config.agent, policy.model, keys["agent"])
+    for name in user.keys() & agent.keys():
+        if user[name] != agent[name]:
+            raise ConfigError(
+                f"tau_bench: agent and user simulator need different {name}, which LiteLLM reads for both; give them "
+                "one endpoint and key, or models of different providers"
+            )
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")))
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment |= {**settings_of(home), "NO_PROXY": direct, "no_proxy": direct, "TMPDIR": str(tmp)}
+    environment |= {JUDGE_KEY: keys["judge"], EMBEDDER_KEY: keys.get("embedder", "")}
+    return {name: value for name, value in (environment | user | agent).items() if value}
+
+
+def tau2_job(
+    config: TauBenchConfig,
+    policy: TauPolicy,
+    endpoint: Server | None,
+    folder: Path,
+    *,
+    tasks: Sequence[str],
+    unreadable: Sequence[str],
+) -> dict[str, Any]:
+    """Build the job for `tau2_runner` as JSON; it contains no key.
+
+    Args:
+        folder: folder for tau2's results.
+        tasks: ids of the tasks to run.
+        unreadable: files and folders that the agent's shell must not read.
+    """
+    agent = LITELLM_NAME if endpoint else policy.model
+    # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
+    embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
+    return {
+        **config.model_dump(include=COPIED),
+        "domain": BANKING,
+        "tasks": list(tasks),
+        "max_steps": STEPS_PER_TURN * config.max_turns,
+        "agent": {"model": agent, "args": sampling(config.agent, agent)},
+        "user": {"model": config.user.model, "args": sampling(config.user)},
+        "judge": judge_job(config.judge),
+        "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
+        "embeddings_cache": str(config.embeddings_cache.expanduser().resolve() / embedder),
+        "unreadable": list(unreadable),
+        "results": str(folder / "results.json"),
+        "judge_calls": str(folder / "judge_calls.jsonl"),
+    }
+
+
 def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str], folder: Path, out: Path) -> None:
-    tau = TauBenchConfig.of(config)
-    keys = read_keys(tau, policy)
+    """Run the episodes that have no result in ``folder`` yet; restart tau2 after a crash or a stall.
+
+    ``folder`` gets tau2's results, and ``runner.log`` with its output, keys masked.
+
+    Raises:
+        TauBenchError: tau2 refused, or failed more often than ``tau_bench.restarts``.
+    """
+    tau, logged = TauBenchConfig.of(config), folder / "runner.log"
+    variables = key_variables(tau, policy)
+    keys = {role: os.environ[name] for role, name in variables.items()}
     with ExitStack() as stack:
         tmp = stack.enter_context(PrivateTempDir())
         endpoint = None
         if not policy.api:
-            withhold = list(key_variables(tau, policy).values())
             log.info("serving %s as %s", policy.name, SERVED)
-            endpoint = stack.enter_context(served(config, policy, folder / "server.log", tmp, withhold))
+            endpoint = stack.enter_context(served(config, policy, folder / "server.log", tmp, [*variables.values()]))
         unreadable = [*tau2.secret_paths, str(out.resolve())]
-        job = tau2_job(tau, policy, endpoint, folder.resolve(), tasks=tasks, unreadable=unreadable)
+        job = tmp / "job.json"
+        settings = tau2_job(tau, policy, endpoint, folder.resolve(), tasks=tasks, unreadable=unreadable)
+        job.write_text(json.dumps(settings), encoding="utf-8")
+        command = [tau2.python, "-P", str(RUNNER), "run", str(job)]
         environment = tau2_environment(tau, tau2.home, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
@@ -211,9 +325,43 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         quiet = not console.is_terminal or console.is_dumb_terminal
         bar = stack.enter_context(Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet))
         shown = bar.add_task(f"τ-bench {policy.name}", total=len(tasks) * tau.trials)
-        run_job(
-            job, tau2.python, environment, folder, tmp, tau, scrubber, lambda done: bar.update(shown, completed=done)
-        )
+        for start in range(tau.restarts + 1):
+            # tau2's working directory is private.
+            child = Child(command, environment, logged, scrubber, folder=tmp)
+            try:
+                problem = _wait(
+                    child, folder, tau.stall_timeout_seconds, lambda done: bar.update(shown, completed=done)
+                )
+            finally:
+                child.end()
+                # tau2 stores the errors of its calls, and a provider may quote the key in an error.
+                for file in folder.rglob("*.json*"):
+                    scrubber.file(file)
+            if problem is None:
+                return
+            if child.returncode == REFUSED:
+                raise TauBenchError(f"tau2 was not started: {child.last_line}")
+            kept = f"{len(simulation_files(folder))} of {len(tasks) * tau.trials} episodes are kept"
+            if start < tau.restarts:
+                log.warning("tau2 %s; %s; restarting it", problem, kept)
+    raise TauBenchError(
+        f"tau2 {problem}, {tau.restarts + 1} times in total; {kept}; see the end of {logged}; run the same command "
+        "again to continue"
+    )
+
+
+def _wait(child: Child, folder: Path, stall_seconds: float, progress: Callable[[int], None]) -> str | None:
+    """Wait for the process; returns what went wrong, or None."""
+    done, changed = -1, time.monotonic()
+    while True:
+        code = child.wait(POLL_SECONDS)
+        if (now := len(simulation_files(folder))) != done:
+            done, changed = now, time.monotonic()
+            progress(done)
+        if code is not None:
+            return None if code == 0 else f"ended with exit code {code}"
+        if time.monotonic() - changed > stall_seconds:
+            return f"finished no episode in {stall_seconds:g} s"
 
 
 def _log_lost(name: str, found: dict[str, Any]) -> None:

@@ -7,30 +7,31 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from safetensors.numpy import load_file, save_file
 
 from draco_ray.benchmarks.tau.config import TauBenchConfig, TauServerConfig
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
-from draco_ray.engine.adapter_files import engine_tensor_name
+from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.engine.model_directory import architectures, chat_template_text, check_model_directory, is_local
 from draco_ray.engine.vllm_engine import LORA_RANKS
 from draco_ray.errors import ConfigError, EngineError, TauBenchError
-from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy, lora_rank
+from draco_ray.judging.endpoint import Server
+from draco_ray.lab.evaluation.policies import API_PREFIX, Checkpoint, EvaluatedPolicy, load_adapter, lora_rank
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
 BASE = "base"
 """``--policy`` value for the configured model, and the served name of an adapter's base model."""
 SERVED = "policy"
 """Served name of the policy."""
+LITELLM_NAME = f"hosted_vllm/{SERVED}"
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 PROBE = "The customer asks which of two credit cards has the lower annual fee, and the agent looks both of them up."
@@ -128,31 +129,6 @@ def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPoli
     return TauPolicy(name=name, model=model, adapter=adapter, rank=rank, digest=file_digest(adapter / ADAPTER)[0])
 
 
-def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
-    """Copy the adapter with the tensor names that vLLM expects, as it silently ignores others. Returns ``folder``."""
-    assert policy.adapter is not None
-    named = architectures(policy.model)
-    folder.mkdir(parents=True)
-    tensors = load_file(policy.adapter / ADAPTER)
-    save_file(
-        {engine_tensor_name(name, named): np.ascontiguousarray(values) for name, values in tensors.items()},
-        folder / ADAPTER,
-    )
-    text = (policy.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")
-    (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
-    return folder
-
-
-@dataclass(frozen=True, slots=True)
-class ServedPolicy:
-    """Endpoint of a served policy."""
-
-    model: str
-    """LiteLLM name."""
-    api_base: str
-    key: str
-
-
 def free_port(wanted: int | None) -> int:
     """Find a free port on loopback.
 
@@ -172,7 +148,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     """Build the command line of vLLM's server; it contains no key.
 
     Args:
-        adapter: the folder that `write_served_adapter` made, if the policy has an adapter.
+        adapter: folder of the adapter's copy, if the policy has an adapter.
 
     Raises:
         ConfigError: vLLM's tool parser for this model is neither known nor configured.
@@ -212,8 +188,8 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
 @contextmanager
 def served(
     config: DracoConfig, policy: TauPolicy, log: Path, folder: Path, withhold: Sequence[str]
-) -> Iterator[ServedPolicy]:
-    """Serve the policy while the block runs.
+) -> Iterator[Server]:
+    """Serve the policy as `SERVED` while the block runs.
 
     Args:
         log: file for the server's output.
@@ -224,29 +200,37 @@ def served(
         ConfigError: the port is taken, or see `serve_command`.
         TauBenchError: the server ended or did not answer in time, or the adapter has no effect.
     """
-    port = free_port(TauBenchConfig.of(config).server.port)
-    adapter = write_served_adapter(policy, folder / "adapter") if policy.adapter is not None else None
-    command = serve_command(config, policy, port, adapter)
-    key = secrets.token_urlsafe(24)
-    environment = openai_server.server_environment(config.engine, policy.model, key, withhold)
-    child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
-    try:
-        base = f"http://{HOST}:{port}"
-        _wait(child, base, key, TauBenchConfig.of(config).server.start_timeout_seconds, log)
-        # In an untrained adapter all lora_B factors are zero, so it has no effect to check.
-        if adapter and any(np.any(values) for name, values in load_file(adapter / ADAPTER).items() if "lora_B" in name):
-            check_adapter_is_live(base, key, policy.name)
-        yield ServedPolicy(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
-    finally:
-        child.end()
+    settings = TauBenchConfig.of(config).server
+    port, key = free_port(settings.port), secrets.token_urlsafe(24)
+    adapter: Path | None = None
+    trained = False
+    with ExitStack() as stack:
+        if policy.adapter is not None:
+            weights = load_adapter(Checkpoint(name=policy.name, adapter=policy.adapter))
+            # In an untrained adapter all lora_B factors are zero, so it has no effect to check.
+            trained = any(np.any(values) for name, values in weights.tensors.items() if "lora_B" in name)
+            # A copy, because vLLM silently ignores tensors under other names than its own.
+            files = AdapterFiles(folder)
+            stack.callback(files.remove)
+            files.open()
+            adapter = files.write(weights, architectures(policy.model))
+        command = serve_command(config, policy, port, adapter)
+        environment = openai_server.server_environment(config.engine, policy.model, key, withhold)
+        child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
+        stack.callback(child.end)
+        base, headers = f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=base, headers=headers, timeout=10.0, trust_env=False) as client:
+            _wait(child, client, settings.start_timeout_seconds, log)
+            if trained:
+                check_adapter_is_live(client, policy.name)
+        yield Server(f"{base}/v1", key)
 
 
-def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str = SERVED) -> None:
+def check_adapter_is_live(client: httpx.Client, name: str, *, served_as: str = SERVED) -> None:
     """Compare log-probs with and without the adapter, because vLLM silently ignores weights it cannot place.
 
     Args:
-        base_url: URL of the server, without ``/v1``.
-        key: key of the server.
+        client: sends requests to the server.
         name: name of the policy, for the message.
         served_as: served name of the adapter.
 
@@ -257,13 +241,7 @@ def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str 
     found = []
     for model in (served_as, BASE):
         try:
-            answer = httpx.post(
-                f"{base_url}/v1/completions",
-                json={"model": model, **request},
-                headers={"Authorization": f"Bearer {key}"},
-                timeout=PROBE_SECONDS,
-                trust_env=False,
-            )
+            answer = client.post("/v1/completions", json={"model": model, **request}, timeout=PROBE_SECONDS)
             found.append(answer.raise_for_status().json()["choices"][0]["prompt_logprobs"])
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise TauBenchError(
@@ -278,18 +256,16 @@ def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str 
         )
 
 
-def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
+def _wait(child: Child, client: httpx.Client, seconds: float, log: Path) -> None:
     deadline = time.monotonic() + seconds
-    headers = {"Authorization": f"Bearer {key}"}
-    with httpx.Client(base_url=base, headers=headers, timeout=10.0, trust_env=False) as client:
-        while SERVED not in (openai_server.served_names(client) or ()):
-            if (code := child.wait(POLL_SECONDS)) is not None:
-                raise TauBenchError(f"vLLM's server ended with exit code {code}; for the reason see the end of {log}")
-            if time.monotonic() > deadline:
-                raise TauBenchError(
-                    f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "
-                    "tau_bench.server.start_timeout_seconds"
-                )
+    while SERVED not in (openai_server.served_names(client) or ()):
+        if (code := child.wait(POLL_SECONDS)) is not None:
+            raise TauBenchError(f"vLLM's server ended with exit code {code}; for the reason see the end of {log}")
+        if time.monotonic() > deadline:
+            raise TauBenchError(
+                f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "
+                "tau_bench.server.start_timeout_seconds"
+            )
 
 
 def _description(model: str) -> Mapping[str, Any]:

@@ -1,27 +1,20 @@
-"""tau2-bench's own process: the installation to run, its job and keys, and restarts after failures."""
+"""tau2-bench: the installation to run, and what a job and the environment of its process hold."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 from draco_ray.benchmarks.tau.config import DenseRetrieval, TauBenchConfig, TauModelConfig
-from draco_ray.benchmarks.tau.results import simulation_files
-from draco_ray.benchmarks.tau.server import ServedPolicy, TauPolicy
-from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import provider_key
-from draco_ray.engine.child import Child, Scrubber
-from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.errors import ConfigError
 from draco_ray.judging.tokens import refused_parameters
 
 log = logging.getLogger(__name__)
@@ -36,15 +29,10 @@ FULL_SPLIT = 97
 TESTED_COMMIT = "a2c0247"
 """Commit of tau2-bench 1.0.1 that docs/tau_bench.md describes."""
 CHECK_SECONDS = 300.0
-POLL_SECONDS = 0.2
 SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
 DENSE_RETRIEVAL = get_args(DenseRetrieval)
 SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
-COPIED = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
-"""Keys of the configuration that a job has under the same names."""
-STEPS_PER_TURN = 2
-"""tau2's max_steps counts the messages of both sides."""
-JUDGE_KEY, EMBEDDER_KEY = "DRACO_TAU_JUDGE_KEY", "DRACO_TAU_EMBEDDER_KEY"
+JUDGE_KEY = "DRACO_TAU_JUDGE_KEY"
 PROVIDER_VARIABLES = {"openai": "OPENAI", "hosted_vllm": "HOSTED_VLLM"}
 """Providers whose endpoint LiteLLM reads from <NAME>_API_BASE and <NAME>_API_KEY."""
 PASSED_ON = (
@@ -167,71 +155,9 @@ def check_package(python: str, version: str, home: Path | None = None, domain: s
     raise ConfigError(f"tau2_python {python}: {problem}")
 
 
-def key_variables(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
-    """Role -> name of the environment variable that holds its key."""
-    variables = {"user simulator": _key_variable(config.user), "judge": _key_variable(config.judge)}
-    if config.retrieval in DENSE_RETRIEVAL:
-        variables["embedder"] = config.embedder.api_key_env
-    if policy.api:
-        variables["agent"] = _key_variable(config.agent, policy.model)
-    return variables
-
-
-def _key_variable(config: TauModelConfig, model: str | None = None) -> str:
+def key_variable(config: TauModelConfig, model: str | None = None) -> str:
+    """The environment variable with a model's key; ``model`` is its LiteLLM name, None the configured one."""
     return config.api_key_env or provider_key(model or config.model)
-
-
-def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
-    """Role -> key.
-
-    Raises:
-        ConfigError: a key is not set.
-    """
-    variables = key_variables(config, policy)
-    for role, variable in variables.items():
-        if not os.environ.get(variable):
-            raise ConfigError(
-                f"{role}: no API key found; set environment variable {variable} (to any text if the endpoint needs no "
-                "key), or name another variable in tau_bench"
-            )
-    return {role: os.environ[variable] for role, variable in variables.items()}
-
-
-def tau2_environment(
-    config: TauBenchConfig,
-    home: Path,
-    policy: TauPolicy,
-    endpoint: ServedPolicy | None,
-    keys: Mapping[str, str],
-    tmp: Path,
-) -> dict[str, str]:
-    """Build the whole environment of tau2's process.
-
-    Args:
-        home: the checkout of tau2-bench.
-        endpoint: endpoint of the policy served here; None for an API policy.
-        keys: see `read_keys`.
-        tmp: private folder for temporary files.
-
-    Raises:
-        ConfigError: two roles need one variable with different values, or the endpoint of a role cannot be set.
-    """
-    user = litellm_variables("tau_bench.user", config.user, config.user.model, keys["user simulator"])
-    if endpoint is not None:
-        agent = {"HOSTED_VLLM_API_BASE": endpoint.api_base, "HOSTED_VLLM_API_KEY": endpoint.key}
-    else:
-        agent = litellm_variables("tau_bench.agent", config.agent, policy.model, keys["agent"])
-    for name in user.keys() & agent.keys():
-        if user[name] != agent[name]:
-            raise ConfigError(
-                f"tau_bench: agent and user simulator need different {name}, which LiteLLM reads for both; give them "
-                "one endpoint and key, or models of different providers"
-            )
-    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")))
-    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    environment |= {**settings_of(home), "NO_PROXY": direct, "no_proxy": direct, "TMPDIR": str(tmp)}
-    environment |= {JUDGE_KEY: keys["judge"], EMBEDDER_KEY: keys.get("embedder", "")}
-    return {name: value for name, value in (environment | user | agent).items() if value}
 
 
 def settings_of(home: Path) -> dict[str, str]:
@@ -264,42 +190,7 @@ def litellm_variables(name: str, config: TauModelConfig, model: str, key: str) -
             f"{name}.api_base: cannot be set for provider {provider!r}; expected one of "
             f"{', '.join(PROVIDER_VARIABLES)} in {name}.model"
         )
-    return {_key_variable(config, model): key}
-
-
-def tau2_job(
-    config: TauBenchConfig,
-    policy: TauPolicy,
-    endpoint: ServedPolicy | None,
-    folder: Path,
-    *,
-    tasks: Sequence[str],
-    unreadable: Sequence[str],
-) -> dict[str, Any]:
-    """Build the job for `tau2_runner` as JSON; it contains no key.
-
-    Args:
-        folder: folder for tau2's results.
-        tasks: ids of the tasks to run.
-        unreadable: files and folders that the agent's shell must not read.
-    """
-    agent = endpoint.model if endpoint else policy.model
-    # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
-    embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
-    return {
-        **config.model_dump(include=COPIED),
-        "domain": BANKING,
-        "tasks": list(tasks),
-        "max_steps": STEPS_PER_TURN * config.max_turns,
-        "agent": {"model": agent, "args": sampling(config.agent, agent)},
-        "user": {"model": config.user.model, "args": sampling(config.user)},
-        "judge": judge_job(config.judge),
-        "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
-        "embeddings_cache": str(config.embeddings_cache.expanduser().resolve() / embedder),
-        "unreadable": list(unreadable),
-        "results": str(folder / "results.json"),
-        "judge_calls": str(folder / "judge_calls.jsonl"),
-    }
+    return {key_variable(config, model): key}
 
 
 def judge_job(config: TauModelConfig) -> dict[str, Any]:
@@ -316,62 +207,3 @@ def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]
     """
     sent = {} if config.temperature is None else {"temperature": config.temperature}
     return {} if refused_parameters(model or config.model, config.api_base, **sent) else sent
-
-
-def run_job(
-    job: Mapping[str, Any],
-    python: str,
-    environment: Mapping[str, str],
-    folder: Path,
-    tmp: Path,
-    config: TauBenchConfig,
-    scrubber: Scrubber,
-    progress: Callable[[int], None],
-) -> None:
-    """Run the job's episodes that have no result in ``folder`` yet; restart after a crash or a stall.
-
-    Args:
-        folder: tau2's results, and ``runner.log`` with its output, keys masked.
-        tmp: private folder, tau2's working directory.
-        progress: called with the number of finished episodes whenever it changes.
-
-    Raises:
-        TauBenchError: tau2 refused, or failed more often than ``config.restarts``.
-    """
-    job_file = tmp / "job.json"
-    job_file.write_text(json.dumps(job), encoding="utf-8")
-    logged = folder / "runner.log"
-    for start in range(config.restarts + 1):
-        child = Child([python, "-P", str(RUNNER), "run", str(job_file)], environment, logged, scrubber, folder=tmp)
-        try:
-            problem = _wait(child, folder, config.stall_timeout_seconds, progress)
-        finally:
-            child.end()
-            # tau2 stores the errors of its calls, and a provider may quote the key in an error.
-            for file in folder.rglob("*.json*"):
-                scrubber.file(file)
-        if problem is None:
-            return
-        if child.returncode == REFUSED:
-            raise TauBenchError(f"tau2 was not started: {child.last_line}")
-        kept = f"{len(simulation_files(folder))} of {len(job['tasks']) * config.trials} episodes are kept"
-        if start < config.restarts:
-            log.warning("tau2 %s; %s; restarting it", problem, kept)
-    raise TauBenchError(
-        f"tau2 {problem}, {config.restarts + 1} times in total; {kept}; see the end of {logged}; run the same command "
-        "again to continue"
-    )
-
-
-def _wait(child: Child, folder: Path, stall_seconds: float, progress: Callable[[int], None]) -> str | None:
-    """Wait for the process; returns what went wrong, or None."""
-    done, changed = -1, time.monotonic()
-    while True:
-        code = child.wait(POLL_SECONDS)
-        if (now := len(simulation_files(folder))) != done:
-            done, changed = now, time.monotonic()
-            progress(done)
-        if code is not None:
-            return None if code == 0 else f"ended with exit code {code}"
-        if time.monotonic() - changed > stall_seconds:
-            return f"finished no episode in {stall_seconds:g} s"
