@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -70,12 +71,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "", by: str = ".") -> Iterator[t
 
 def described_keys(config: DracoConfig) -> Iterator[Key]:
     """The leaf keys of a configuration in order of declaration."""
+    values, defaults = (each.model_dump(mode="json") for each in (config, DracoConfig()))
     for key, field in leaves():
+        path = key.split(".")
         yield Key(
             name=key,
             kind=kind(field),
-            value=_yaml(value_of(config, key)),
-            default=_yaml(field.get_default(call_default_factory=True)),
+            value=_yaml(functools.reduce(operator.getitem, path, values)),
+            default=_yaml(functools.reduce(operator.getitem, path, defaults)),
             meaning=" ".join((field.description or "").split()),
         )
 
@@ -111,15 +114,5 @@ def _words(annotation: Any) -> str:
 
 
 def _yaml(value: Any) -> str:
-    text = plain_yaml.dump(_plain(value), default_flow_style=True, width=10**6)
+    text = plain_yaml.dump(value, default_flow_style=True, width=10**6)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tree):
-        return value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {key: _plain(below) for key, below in value.items()}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

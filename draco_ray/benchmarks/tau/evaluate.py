@@ -17,8 +17,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -320,18 +320,12 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         command = [tau2.python, "-P", str(RUNNER), "run", str(job)]
         environment = tau2_environment(tau, tau2.home, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
-        console = PlainConsole(stderr=True, soft_wrap=False)
-        quiet = not console.is_terminal or console.is_dumb_terminal
-        bar = stack.enter_context(Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet))
-        shown = bar.add_task(f"τ-bench {policy.name}", total=len(tasks) * tau.trials)
+        progress = stack.enter_context(_shown(policy.name, len(tasks) * tau.trials))
         for start in range(tau.restarts + 1):
             # tau2's working directory is private.
             child = Child(command, environment, logged, scrubber, folder=tmp)
             try:
-                problem = _wait(
-                    child, folder, tau.stall_timeout_seconds, lambda done: bar.update(shown, completed=done)
-                )
+                problem = _wait(child, folder, tau.stall_timeout_seconds, progress)
             finally:
                 child.end()
                 # tau2 stores the errors of its calls, and a provider may quote the key in an error.
@@ -348,6 +342,17 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         f"tau2 {problem}, {tau.restarts + 1} times in total; {kept}; see the end of {logged}; run the same command "
         "again to continue"
     )
+
+
+@contextmanager
+def _shown(name: str, episodes: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar on a terminal; yields a function that takes the number of finished episodes."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
+    console = PlainConsole(stderr=True, soft_wrap=False)
+    quiet = not console.is_terminal or console.is_dumb_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet) as bar:
+        task = bar.add_task(f"τ-bench {name}", total=episodes)
+        yield lambda done: bar.update(task, completed=done)
 
 
 def _wait(child: Child, folder: Path, stall_seconds: float, progress: Callable[[int], None]) -> str | None:
