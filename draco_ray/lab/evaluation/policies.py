@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draco_ray.config.keys import flat
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.records import Adapter
@@ -228,14 +229,12 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 def deciding_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
     """Dotted configuration keys that affect the outcome of rollouts, without keys that only set where they run."""
-    tree = config.model_dump(mode="json")
-    keys: dict[str, Any] = {"seed": tree["seed"]}
-    keys |= {f"agent.{key}": value for key, value in tree["agent"].items()}
-    for key in ("cell_timeout_seconds", "max_memory_mib", "max_output_bytes", "rollout_retries"):
-        keys[f"environment.{key}"] = tree["environment"][key]
+    limits = {"cell_timeout_seconds", "max_memory_mib", "max_output_bytes", "rollout_retries"}
+    deciding: dict[str, Any] = {"seed": True, "agent": True, "environment": limits}
     if policy.api_model is None:
-        keys |= {f"engine.{key}": tree["engine"][key] for key in ("temperature", "top_p", "top_k")}
-        keys |= {f"model.{key}": value for key, value in tree["model"].items()}
+        deciding |= {"engine": {"temperature", "top_p", "top_k"}, "model": True}
+    keys = dict(flat(config.model_dump(mode="json", include=deciding)))
+    if policy.api_model is None:
         model = Path(config.model.path)
         keys["model fingerprint"] = fingerprint(model) if model.is_dir() else None
         for checkpoint in policy.checkpoints:

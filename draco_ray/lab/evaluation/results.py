@@ -27,6 +27,7 @@ import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from draco_ray.config.file_names import FileName, file_name
+from draco_ray.config.keys import flat
 from draco_ray.errors import ConfigError, TooManyLost
 from draco_ray.lab.files import write_whole
 from draco_ray.records import Evaluation, Trajectory, Usage
@@ -405,13 +406,7 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
     found: dict[str, set[str]] = {}
     for plan in plans:
         # The settings of τ-bench are nested.
-        nested = {
-            f"{role}.{key}": value
-            for role, keys in plan.settings.items()
-            if isinstance(keys, dict)
-            for key, value in keys.items()
-        }
-        settings = plan.settings | nested
+        settings = dict(flat(plan.settings))
         for key in PROTOCOL:
             if key in settings:
                 found.setdefault(key, set()).add("none" if settings[key] is None else str(settings[key]))
