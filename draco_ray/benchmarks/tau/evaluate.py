@@ -245,7 +245,7 @@ def tau2_environment(
     """
     user = litellm_variables("tau_bench.user", config.user, config.user.model, keys["user simulator"])
     if endpoint is not None:
-        agent = {"HOSTED_VLLM_API_BASE": endpoint.api_base, "HOSTED_VLLM_API_KEY": endpoint.key}
+        agent = {"HOSTED_VLLM_API_BASE": endpoint.api_base or "", "HOSTED_VLLM_API_KEY": endpoint.key}
     else:
         agent = litellm_variables("tau_bench.agent", config.agent, policy.model, keys["agent"])
     for name in user.keys() & agent.keys():
