@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 ProofT = TypeVar("ProofT")
 Proof = Callable[[Scorer], Awaitable[Any]]
 
+LOOK_SECONDS = 0.05
+"""Interval at which a caller looks whether enough engines are up."""
 STATISTICS_SECONDS = 2.0
 """Timeout for the statistics of an engine."""
 AWAY = (RayActorError, EngineAway)
@@ -71,7 +73,6 @@ class EngineFleet:
         """Results of the proof, by engine."""
         self._loading: set[int] = set()
         self._asleep = False
-        self._changed = asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
@@ -185,11 +186,7 @@ class EngineFleet:
         """Wait until a condition is true. Raises: EngineError: an engine is lost for good."""
         assert self._failed is not None
         while not true():
-            self._changed.clear()
-            changed = asyncio.ensure_future(self._changed.wait())
-            either: list[asyncio.Future[Any]] = [changed, self._failed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
+            await asyncio.sleep(LOOK_SECONDS)
             if self._failed.done():
                 self._failed.result()
 
@@ -250,7 +247,6 @@ class EngineFleet:
                     await (engine.sleep if asleep else engine.wake).remote()
         finally:
             self._loading.discard(index)
-            self._tell()
         # No need to await: Ray sends this call before any later update.
         engine.serve.remote()
 
@@ -264,10 +260,6 @@ class EngineFleet:
         self._failures[index] += 1
         if self._failures[index] > self._max_failures:
             raise EngineError(_too_often(f"engine {index}, {self._failures[index]} times"))
-
-    def _tell(self) -> None:
-        # Set the event later in the loop, because the engine is marked as up right after this.
-        asyncio.get_running_loop().call_soon(self._changed.set)
 
     def _renew(self, index: int) -> None:
         ray.kill(self.engines[index], no_restart=False)
