@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 ProofT = TypeVar("ProofT")
 Proof = Callable[[Scorer], Awaitable[Any]]
 
+LOOK_SECONDS = 0.05
+"""Interval at which a caller looks whether enough engines are up, or one is lost for good."""
 STATISTICS_SECONDS = 2.0
 """Timeout for the statistics of an engine."""
 AWAY = (RayActorError, EngineAway)
@@ -71,8 +73,8 @@ class EngineFleet:
         """Results of the proof, by engine."""
         self._loading: set[int] = set()
         self._asleep = False
-        self._changed = asyncio.Event()
-        self._failed: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        """Why an engine is lost for good."""
 
     async def start(self) -> None:
         """Return once the minimum number of engines serve and no engine is still loading.
@@ -82,9 +84,6 @@ class EngineFleet:
         Raises:
             EngineError: the model cannot be loaded.
         """
-        self._failed = asyncio.get_running_loop().create_future()
-        # Mark the future's exception as retrieved: calls to a lost engine raise their own errors.
-        self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._watched.open()
         await self._until(lambda: self.workers.up >= self._fewest and not self._loading)
 
@@ -132,8 +131,7 @@ class EngineFleet:
             EngineError: an engine is lost for good.
             CanaryFailed: an engine started with other weights.
         """
-        assert self._failed is not None
-        await asyncio.shield(self._failed)
+        await self._until(lambda: False)
 
     async def statistics(self) -> Mapping[int, EngineStatistics]:
         """Statistics of the engines that are up and answer in time, by number."""
@@ -182,16 +180,11 @@ class EngineFleet:
         await self._until(lambda: self.workers.up >= self._fewest)
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Wait until a condition is true. Raises: EngineError: an engine is lost for good."""
-        assert self._failed is not None
+        """Wait until a condition is true. Raises: as `failure`."""
         while not true():
-            self._changed.clear()
-            changed = asyncio.ensure_future(self._changed.wait())
-            either: list[asyncio.Future[Any]] = [changed, self._failed]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            changed.cancel()
-            if self._failed.done():
-                self._failed.result()
+            await asyncio.sleep(LOOK_SECONDS)
+            if self._failure is not None:
+                raise self._failure
 
     async def _update(self, index: int) -> None:
         """Load the current weights into an engine."""
@@ -250,7 +243,6 @@ class EngineFleet:
                     await (engine.sleep if asleep else engine.wake).remote()
         finally:
             self._loading.discard(index)
-            self._tell()
         # No need to await: Ray sends this call before any later update.
         engine.serve.remote()
 
@@ -265,10 +257,6 @@ class EngineFleet:
         if self._failures[index] > self._max_failures:
             raise EngineError(_too_often(f"engine {index}, {self._failures[index]} times"))
 
-    def _tell(self) -> None:
-        # Set the event later in the loop, because the engine is marked as up right after this.
-        asyncio.get_running_loop().call_soon(self._changed.set)
-
     def _renew(self, index: int) -> None:
         ray.kill(self.engines[index], no_restart=False)
 
@@ -280,8 +268,8 @@ class EngineFleet:
         return error
 
     def _fail(self, error: Exception) -> None:
-        if self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
+        if self._failure is None:
+            self._failure = error
             self._watched.close()
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -37,6 +36,8 @@ PASSED = (
 MARK = "DRACO_EPISODE"
 """Environment variable by which processes that left their process group are found."""
 _READ_BYTES = 1 << 16
+_LOOK_SECONDS = 0.02
+"""Interval at which a program is looked at."""
 _GONE_SECONDS = 10.0
 """Maximum wait for killed processes; one that hangs in the kernel may take longer."""
 
@@ -200,17 +201,11 @@ def unix_server(path: Path) -> socket.socket:
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None] | None) -> None:
     """Wait until the process has ended, its time is up, or ``until`` is done."""
-    loop = asyncio.get_running_loop()
-    gone = asyncio.Event()
-    watched = os.pidfd_open(process.pid)
-    loop.add_reader(watched, gone.set)
-    waiting: asyncio.Future[Any] = asyncio.ensure_future(gone.wait())
-    try:
-        await asyncio.wait({waiting, until or waiting}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-        loop.remove_reader(watched)
-        os.close(watched)
+    over = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < over:
+        if until is not None and until.done():
+            return
+        await asyncio.sleep(_LOOK_SECONDS)
 
 
 def end_strays(mark: str) -> None:

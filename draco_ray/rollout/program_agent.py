@@ -28,7 +28,8 @@ from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint.episode import Episode
-from draco_ray.rollout.endpoint.server import WorldTools, shared_endpoint
+from draco_ray.rollout.endpoint.server import shared_endpoint
+from draco_ray.rollout.endpoint.world_tools import WorldTools
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.temp_dirs import PrivateTempDir
 
@@ -169,8 +170,8 @@ class ProgramAgent:
         """
         task = world.task
         prompt = self.prompt(task)
-        episode = Episode(request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
+        episode = Episode(request, self._policy, self._config, tools)
         workspace: Workspace | None = getattr(world, "workspace", None)
         if self._harness is not None and workspace is None:
             raise ConfigError(f"agent.harness={self._config.harness}: expected environment.use=workspace")
@@ -179,7 +180,7 @@ class ProgramAgent:
         told = "\n\n".join(message.content for message in prompt) + "\n"
         try:
             with PrivateTempDir() as scratch:
-                async with shared_endpoint().serving(episode, tools) as base_url:
+                async with shared_endpoint().serving(episode) as base_url:
                     variables = self._environment(scratch, task, prompt, episode.key, base_url)
                     ran = await run_program(
                         self._command(workspace, variables, told),

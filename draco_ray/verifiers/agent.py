@@ -47,10 +47,10 @@ class VerifiersAgent:
         tokenizer = self._policy.chat.tokenizer.name_or_path
         played: dict[str, Any] = {"traces": [], "errors": [], "timeout": False}
         crash: EnvironmentCrashed | None = None
-        async with shared_endpoint().serving_tokens(episode) as base_url:
+        async with shared_endpoint().serving(episode) as base_url:
             order = {
                 "base_url": base_url,
-                "model": episode.key,
+                "model": episode.name,
                 "tokenizer": os.path.abspath(tokenizer) if os.path.isdir(tokenizer) else tokenizer,
                 "seconds": self._config.timeout_seconds,
             }

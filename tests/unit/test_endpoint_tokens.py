@@ -26,7 +26,7 @@ class Served:
         self.episode, self.sampler, self._url = episode, sampler, url
 
     async def ask(self, token_ids: Any, model: str | None = None, **more: Any) -> tuple[int, dict[str, Any]]:
-        body = {"token_ids": token_ids, "model": self.episode.key if model is None else model, **more}
+        body = {"token_ids": token_ids, "model": self.episode.name if model is None else model, **more}
         async with httpx.AsyncClient(trust_env=False) as client:
             reply = await client.post(self._url.removesuffix("/v1") + "/inference/v1/generate", json=body)
         return reply.status_code, reply.json()
@@ -44,7 +44,7 @@ async def served(lines: Any, **overrides: object) -> AsyncIterator[Served]:
     sampler, endpoint = ScriptedSampler(lines), Endpoint()
     episode = TokenEpisode(REQUEST, TokenPolicy(sampler, CHAT, config), config)
     try:
-        async with endpoint.serving_tokens(episode) as url:
+        async with endpoint.serving(episode) as url:
             yield Served(episode, sampler, url)
     finally:
         await endpoint.stop()
@@ -131,7 +131,7 @@ async def test_an_episode_that_has_ended_answers_no_more() -> None:
     sampler = ScriptedSampler([f"Yes.{END}"])
     episode = TokenEpisode(REQUEST, TokenPolicy(sampler, CHAT, config), config)
     try:
-        async with endpoint.serving_tokens(episode) as url:
+        async with endpoint.serving(episode) as url:
             at = Served(episode, sampler, url)
         assert (await at.refused([1])).startswith("410 this episode has ended")
     finally:

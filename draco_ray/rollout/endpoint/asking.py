@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import Iterator
 
 from draco_ray.config.schema import AgentConfig
@@ -20,6 +21,10 @@ class AskingEpisode:
     def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
         """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per sequence."""
         self.open = True
+        self.name = secrets.token_hex(8)
+        """Identifies the episode in requests."""
+        self.complaint: str | None = None
+        """Why the last failed request for a turn got no answer."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done, with the policy's exception, once the policy has failed."""
         # Mark the exception as retrieved, or asyncio would log it.

@@ -25,6 +25,7 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.asking import AskingEpisode
 from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, is_side_call
+from draco_ray.rollout.endpoint.world_tools import WorldTools
 from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
 
 _NO_TOOLS = "[]"
@@ -80,12 +81,13 @@ class _Branch(TokenSequence):
 class Episode(AskingEpisode):
     """The requests of one agent while it does one task."""
 
-    def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
-        """See `AskingEpisode`; each branch is a sequence."""
+    def __init__(
+        self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig, tools: WorldTools | None = None
+    ) -> None:
+        """See `AskingEpisode`; each branch is a sequence. ``tools``: those of the world, if it has any."""
         super().__init__(request, policy, config)
         self.key = secrets.token_urlsafe(24)
-        self.complaint: str | None = None
-        """Why the last failed request got no answer."""
+        self.tools = tools
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that name a previous response."""
         self._chat = policy.chat

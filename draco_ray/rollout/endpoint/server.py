@@ -13,10 +13,9 @@ import contextlib
 import functools
 import hmac
 import json
-import secrets
 import socket
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -27,11 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from draco_ray.config.schema import AgentConfig
-from draco_ray.environments.base import World
 from draco_ray.environments.program import unix_server
-from draco_ray.errors import EnvironmentCrashed
-from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, generate, responses
 from draco_ray.rollout.endpoint.asking import AskingEpisode
 from draco_ray.rollout.endpoint.episode import Episode
@@ -39,46 +34,6 @@ from draco_ray.rollout.endpoint.fields import clean, finite
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 from draco_ray.temp_dirs import PrivateTempDir
-
-
-class WorldTools:
-    """Executes calls one at a time in a world whose task lists tools (`draco_ray.records.Task.tools`)."""
-
-    def __init__(self, world: World, config: AgentConfig) -> None:
-        self.schemas: list[Any] = json.loads(world.task.tools)
-        """The tools' schemas, in the format of chat completions."""
-        self.crash: EnvironmentCrashed | None = None
-        """The error that lost the world, if any."""
-        self._world, self._config = world, config
-        self._turn, self._open = asyncio.Lock(), True
-
-    async def call(self, body: Any) -> str:
-        """Make the call ``{"name": ..., "arguments": {...}}``.
-
-        Returns: the result.
-        Raises: Refused.
-        """
-        if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            raise Refused('expected {"name": "...", "arguments": {...}}')
-        arguments = body.get("arguments") or {}
-        if not isinstance(arguments, dict):
-            raise Refused("arguments: expected an object")
-        async with self._turn:
-            if not self._open:
-                raise Refused("this episode has ended", 410, "episode_over")
-            if self.crash is None:
-                try:
-                    answer = await self._world.act(json.dumps({"name": body["name"], "arguments": arguments}))
-                    return cut_output(answer, self._config.max_output_characters)
-                except EnvironmentCrashed as crash:
-                    self.crash = crash
-        raise Refused(f"the world is lost: {' '.join(str(self.crash).split())}", 500, "world_lost")
-
-    async def close(self) -> None:
-        """Wait for the call in progress and refuse later ones."""
-        async with self._turn:
-            self._open = False
-
 
 HOST = "127.0.0.1"
 MOST_BYTES = 16 << 20
@@ -116,10 +71,8 @@ class Endpoint:
     """The server. It runs in the event loop that starts it."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, Episode] = {}
-        self._tools: dict[str, WorldTools] = {}
-        self._token_episodes: dict[str, TokenEpisode] = {}
-        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._episodes: dict[str, AskingEpisode] = {}
+        self._ended: deque[str] = deque(maxlen=_REMEMBERED)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
@@ -127,43 +80,22 @@ class Endpoint:
         self._folder: PrivateTempDir | None = None
 
     @asynccontextmanager
-    async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
-        """Serve an episode while the block runs. Yields: its base URL."""
-        name = secrets.token_hex(8)
-        if tools is not None:
-            self._tools[name] = tools
-        try:
-            async with self._registered(self._episodes, name, episode):
-                yield f"{self._base}/{name}/v1"
-        finally:
-            self._tools.pop(name, None)
-            if tools is not None:
-                await tools.close()
+    async def serving(self, episode: AskingEpisode) -> AsyncIterator[str]:
+        """Serve an episode while the block runs.
 
-    @asynccontextmanager
-    async def serving_tokens(self, episode: TokenEpisode) -> AsyncIterator[str]:
-        """Serve an episode of a client that tokenizes messages itself while the block runs.
-
-        The model name in its requests, `TokenEpisode.key`, identifies the episode, because such clients share one
-        connection per URL and API key.
-
-        Yields: the base URL, the same for all episodes.
+        Yields: its base URL. That of a `TokenEpisode` is the same for all, because such clients share one connection
+            per URL and API key: the model name in a request is the name of its episode.
         """
-        async with self._registered(self._token_episodes, episode.key, episode):
-            yield f"{self._base}/v1"
-
-    @asynccontextmanager
-    async def _registered(self, episodes: dict[str, EpisodeT], name: str, episode: EpisodeT) -> AsyncIterator[None]:
         await self._start()
-        episodes[name] = episode
+        self._episodes[episode.name] = episode
         try:
-            yield
+            yield f"{self._base}/{episode.name}/v1" if isinstance(episode, Episode) else f"{self._base}/v1"
         finally:
             episode.open = False
-            del episodes[name]
-            self._ended[name] = None
-            if len(self._ended) > _REMEMBERED:
-                self._ended.popitem(last=False)
+            del self._episodes[episode.name]
+            self._ended.append(episode.name)
+            if isinstance(episode, Episode) and episode.tools is not None:
+                await episode.tools.close()
 
     @property
     def socket_path(self) -> str:
@@ -189,87 +121,29 @@ class Endpoint:
             listening = [socket.create_server((HOST, 0), backlog=1024), unix_server(Path(self.socket_path))]
             self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
-                *(
-                    Route(f"/{{episode}}/v1/{path}", functools.partial(self._turn, dialect), methods=["POST"])
-                    for path, dialect in _DIALECTS.items()
-                ),
-                Route("/{episode}/v1/messages/count_tokens", self._count, methods=["POST"]),
-                Route("/{episode}/v1/models", self._models, methods=["GET"]),
-                Route("/{episode}/v1/tools", self._world_tools, methods=["GET", "POST"]),
-                Route("/inference/v1/generate", self._generate, methods=["POST"]),
+                Route(path, functools.partial(self._answer, handle), methods=methods)
+                for path, handle, methods in (
+                    *((f"/{{episode}}/v1/{dialect}", self._turn, ["POST"]) for dialect in _DIALECTS),
+                    ("/{episode}/v1/messages/count_tokens", self._count, ["POST"]),
+                    ("/{episode}/v1/models", self._models, ["GET"]),
+                    ("/{episode}/v1/tools", self._world_tools, ["GET", "POST"]),
+                    ("/inference/v1/generate", self._generate, ["POST"]),
+                )
             ]
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=3600)
             self._server = _Server(config)
             self._serving = asyncio.create_task(self._server.serve(sockets=listening))
 
-    async def _turn(self, dialect: _Dialect, request: Request) -> Response:
-        async def reply() -> Response:
-            episode = self._episode(request)
-            content = await _content(request)
-            # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
-            asked = await asyncio.to_thread(lambda: dialect.read(_parsed(content), episode.stored))
-            answer = await _sampled(request, episode.answer(asked))
-            whole = dialect.reply(asked, answer)
-            if asked.conversation:
-                episode.stored[whole["id"]] = (*asked.conversation, answer.message())
-            if asked.stream:
-                events = map(_server_sent, dialect.events(asked, whole))
-                return StreamingResponse(events, media_type="text/event-stream")
-            return JSONResponse(whole)
-
-        return await self._guarded(reply, request, dialect)
-
-    async def _count(self, request: Request) -> Response:
-        async def reply() -> Response:
-            episode = self._episode(request)
-            content = await _content(request)
-            asked = await asyncio.to_thread(lambda: anthropic_messages.read(_parsed(content), {}))
-            return JSONResponse({"input_tokens": episode.count(asked)})
-
-        return await self._guarded(reply, None, anthropic_messages)
-
-    async def _world_tools(self, request: Request) -> Response:
-        async def reply() -> Response:
-            self._episode(request)
-            tools = self._tools.get(request.path_params["episode"])
-            if tools is None:
-                raise Refused("the world of this episode has no tools", 404, "not_found")
-            if request.method != "POST":
-                return JSONResponse({"tools": tools.schemas})
-            return JSONResponse({"result": await tools.call(_parsed(await _content(request)))})
-
-        return await self._guarded(reply)
-
-    async def _generate(self, request: Request) -> Response:
-        async def reply() -> Response:
-            body = await asyncio.to_thread(_parsed, await _content(request))
-            key = str(body.get("model") if isinstance(body, dict) else None)
-            episode = self._found(self._token_episodes, key, "model: names no episode")
-            asked = generate.read(body)
-            return JSONResponse(generate.reply(asked, await _sampled(request, episode.generate(asked))))
-
-        return await self._guarded(reply)
-
-    async def _models(self, request: Request) -> Response:
-        async def reply() -> Response:
-            self._episode(request)
-            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
-            return JSONResponse({"object": "list", "data": [model]})
-
-        return await self._guarded(reply)
-
-    async def _guarded(
-        self, reply: Callable[[], Awaitable[Response]], turn_of: Request | None = None, dialect: _Dialect | None = None
-    ) -> Response:
-        """The answer of ``reply``, or an error in the form of ``dialect``; the episode stores the error's reason."""
+    async def _answer(self, handle: Callable[[Request], Awaitable[Response]], request: Request) -> Response:
+        """The answer of ``handle``, or an error in the request's dialect; the episode stores the error's reason."""
         try:
-            return await reply()
+            return await handle(request)
         except Refused as error:
             refused = error
-            self._note(turn_of, str(refused))
+            self._note(request, str(refused))
         except _Disconnected:
-            self._note(turn_of, "it did not wait for one")
+            self._note(request, "it did not wait for one")
             return Response(status_code=499)
         except RecursionError:
             refused = Refused("the request is nested too deeply")
@@ -277,16 +151,56 @@ class Endpoint:
             # The episode fails with this error, whatever the agent does next.
             said = " ".join(str(error).split())[:300]
             refused = Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error")
-        return _refusal(refused, dialect)
+        return _refusal(refused, _dialect(request))
 
-    def _note(self, request: Request | None, why: str) -> None:
-        """Note in the episode why a request got no answer."""
-        if request is not None and (episode := self._episodes.get(request.path_params["episode"])) is not None:
+    def _note(self, request: Request, why: str) -> None:
+        """Note in the episode why a request for a turn got no answer."""
+        episode = self._episodes.get(request.path_params.get("episode", ""))
+        if episode is not None and _path(request) in _DIALECTS:
             episode.complaint = why
+
+    async def _turn(self, request: Request) -> Response:
+        dialect, episode = _dialect(request), self._episode(request)
+        content = await _content(request)
+        # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
+        asked = await asyncio.to_thread(lambda: dialect.read(_parsed(content), episode.stored))
+        answer = await _sampled(request, episode.answer(asked))
+        whole = dialect.reply(asked, answer)
+        if asked.conversation:
+            episode.stored[whole["id"]] = (*asked.conversation, answer.message())
+        if asked.stream:
+            return StreamingResponse(map(_server_sent, dialect.events(asked, whole)), media_type="text/event-stream")
+        return JSONResponse(whole)
+
+    async def _count(self, request: Request) -> Response:
+        episode = self._episode(request)
+        content = await _content(request)
+        asked = await asyncio.to_thread(lambda: anthropic_messages.read(_parsed(content), {}))
+        return JSONResponse({"input_tokens": episode.count(asked)})
+
+    async def _models(self, request: Request) -> Response:
+        self._episode(request)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def _world_tools(self, request: Request) -> Response:
+        tools = self._episode(request).tools
+        if tools is None:
+            raise Refused("the world of this episode has no tools", 404, "not_found")
+        if request.method != "POST":
+            return JSONResponse({"tools": tools.schemas})
+        return JSONResponse({"result": await tools.call(_parsed(await _content(request)))})
+
+    async def _generate(self, request: Request) -> Response:
+        body = await asyncio.to_thread(_parsed, await _content(request))
+        name = str(body.get("model") if isinstance(body, dict) else None)
+        episode = self._found(name, TokenEpisode, "model: names no episode")
+        asked = generate.read(body)
+        return JSONResponse(generate.reply(asked, await _sampled(request, episode.generate(asked))))
 
     def _episode(self, request: Request) -> Episode:
         missing = "no such episode; expected the base URL as OPENAI_BASE_URL has it"
-        episode = self._found(self._episodes, request.path_params["episode"], missing)
+        episode = self._found(request.path_params["episode"], Episode, missing)
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             key = request.headers.get("x-api-key", "")
@@ -294,12 +208,13 @@ class Endpoint:
             raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
         return episode
 
-    def _found(self, episodes: Mapping[str, EpisodeT], name: str, missing: str) -> EpisodeT:
+    def _found(self, name: str, kind: type[EpisodeT], missing: str) -> EpisodeT:
+        episode = self._episodes.get(name)
+        if isinstance(episode, kind):
+            return episode
         if name in self._ended:
             raise Refused("this episode has ended", 410, "episode_over")
-        if name not in episodes:
-            raise Refused(missing, 404, "not_found")
-        return episodes[name]
+        raise Refused(missing, 404, "not_found")
 
 
 @functools.cache
@@ -377,7 +292,16 @@ async def _unknown(request: Request, error: Exception) -> Response:
     )
 
 
-def _refusal(refused: Refused, dialect: _Dialect | None = None) -> Response:
-    body = (dialect or chat_completions).error(refused)
+def _path(request: Request) -> str:
+    return request.url.path.partition("/v1/")[2]
+
+
+def _dialect(request: Request) -> _Dialect:
+    """The dialect of a path; that of chat completions if the path is of none."""
+    return _DIALECTS.get(_path(request).removesuffix("/count_tokens"), chat_completions)
+
+
+def _refusal(refused: Refused, dialect: _Dialect = chat_completions) -> Response:
+    body = dialect.error(refused)
     # A retry would get the same answer, so tell clients not to retry.
     return JSONResponse(body, status_code=refused.status, headers={"x-should-retry": "false"})

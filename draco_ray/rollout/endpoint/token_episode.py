@@ -32,8 +32,8 @@ class TokenEpisode(AskingEpisode):
     def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
         """See `AskingEpisode`."""
         super().__init__(request, policy, config)
-        self.key = f"policy-{secrets.token_urlsafe(24)}"
-        """The model name in the episode's requests, which identifies it."""
+        # A secret, because it is also the key.
+        self.name = f"policy-{secrets.token_urlsafe(24)}"
         self.started_at = time.time()
         self._answers: dict[bytes, Sampled] = {}
 
