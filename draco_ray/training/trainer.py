@@ -374,8 +374,10 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
-            left = [task for task in left if task in there]
+            # Otherwise nothing can have left the epoch since the last step.
+            if step == part.first_step or patience is not None:
+                there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
+                left = [task for task in left if task in there]
             if len(left) < rules.per_step:
                 epoch += 1
                 shuffled = self._shuffled(epoch, first_step=step)
