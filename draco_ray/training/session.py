@@ -57,11 +57,6 @@ if TYPE_CHECKING:
     from draco_ray.judging.judge import Judge
 
 
-async def _awaited(work: Awaitable[Any], pending: Pending, what: str) -> Any:
-    with pending.of(what):
-        return await work
-
-
 class Actors:
     """Engines, judge, rollout workers and run store of one run."""
 
@@ -135,11 +130,11 @@ class Actors:
             EngineError: the model cannot be loaded.
         """
         pending = pending or Pending()
-        ready: list[Awaitable[Any]] = [_awaited(self.fleet.start(), pending, "the engines' start")]
+        ready: list[Awaitable[Any]] = [pending.wait("the engines' start", self.fleet.start())]
         if self._config.algorithm.reward == "rubric":
-            ready.insert(0, _awaited(self.judges.ready(), pending, "the first judge worker and its first reply"))
+            ready.insert(0, pending.wait("the first judge worker and its first reply", self.judges.ready()))
         if self._servers is not None:
-            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first vLLM server of the judge"))
+            ready.insert(0, pending.wait("the first vLLM server of the judge", self._servers[0].ready.remote()))
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -402,7 +397,7 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
 async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
     """Check that the judge answers, within ``watch.start_seconds``."""
     pending = Pending()
-    checking = _awaited(judge.check(), pending, "the judge's first reply")
+    checking = pending.wait("the judge's first reply", judge.check())
     # Ray is not running yet, so there are no pending resources to report.
     await started(checking, config, pending, console, why=str)
 
@@ -423,19 +418,16 @@ def one_line_errors(run: RunDirectory, console: Console, continued: str = "") ->
 
     ``continued``: the line that says how to continue the run, printed if not empty.
     """
-    problem: BaseException | None
     try:
-        yield
-        return
-    except KeyboardInterrupt:
-        console.print(f"stopped; finished results are in {run.path}")
-        problem = SystemExit(130)
-    except (DracoError, ray.exceptions.RayError) as error:
-        if (problem := plain_error(error)) is None:
-            raise
-    if continued:
-        console.print(continued)
-    raise problem
+        with plain_errors():
+            yield
+    except (DracoError, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
+            console.print(f"stopped; finished results are in {run.path}")
+        if continued:
+            console.print(continued)
+        raise (SystemExit(130) if interrupted else error) from None
 
 
 @contextlib.contextmanager
@@ -517,8 +509,7 @@ async def training_session(
             await _start(config, actors, learner, pending)
             release_start_lock()
             if start.step:
-                with pending.of("sync of the adapter to the engines"):
-                    await weights.publish(start.step)
+                await pending.wait("sync of the adapter to the engines", weights.publish(start.step))
 
         await started(begin(), config, pending, console)
         pool = actors.pool(actors.workers)
@@ -646,12 +637,12 @@ async def start_actors(actors: Actors, config: DracoConfig, console: Console) ->
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
     waits_for = "the learner's start"
     if not config.engine.colocate:
-        await asyncio.gather(actors.start(pending), _awaited(learner.start(), pending, waits_for))
+        await asyncio.gather(actors.start(pending), pending.wait(waits_for, learner.start()))
         return
     # Start engines first: Ray gives each its own GPU, and vLLM measures how much of the GPU's memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
-        await _awaited(learner.start(), pending, waits_for)
+        await pending.wait(waits_for, learner.start())
 
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:

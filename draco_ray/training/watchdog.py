@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -90,6 +90,11 @@ class Pending:
         finally:
             del self._waiting[number]
             self._changed = self._clock()
+
+    async def wait(self, kind: str, work: Awaitable[ResultT]) -> ResultT:
+        """Await ``work``, as `of` records it."""
+        with self.of(kind):
+            return await work
 
     @property
     def kinds(self) -> set[str]:
