@@ -495,7 +495,6 @@ async def training_session(
         parts.push_async_callback(partial(unless_gone, actors.stop))
         parts.push_async_exit(partial(_drain_within_budget, actors, config.judge.request_timeout_seconds))
         advantages = start_advantage_computer(config.algorithm, run.path.name)
-        said = console.print
         weights = WeightSync(
             learner,
             actors.fleet,
@@ -513,8 +512,6 @@ async def training_session(
 
         await started(begin(), config, pending, console)
         pool = actors.pool(actors.workers)
-        observer.watch_pools(pool, actors.judges)
-        observer.watch_engines(actors.fleet)
         pipeline = Pipeline(
             config.algorithm,
             pool,
@@ -528,8 +525,13 @@ async def training_session(
             watch=observer.group,
             wait=pending.of,
         )
-        await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
-        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, pending_demand)))
+        for watching in (
+            observer.watch_pools(pool, actors.judges),
+            observer.watch_engines(actors.fleet),
+            watch_judge(actors.judge_pause, progress, console),
+            watch_quiet(pending, config.watch.quiet_seconds, console.print, pending_demand),
+        ):
+            await parts.enter_async_context(_beside(watching))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, console, start.recorded),
