@@ -235,31 +235,6 @@ async def engines_asleep(
     await pending.wait("the engines to wake up", fleet.wake())
 
 
-async def unless_lost(
-    work: Coroutine[Any, Any, None], *losses: Awaitable[None], cancelled: Callable[[], None] = lambda: None
-) -> None:
-    """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
-
-    Args:
-        losses: each waits for one such loss and raises.
-        cancelled: called if this is cancelled, before ``work`` is.
-    """
-    task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
-    try:
-        await asyncio.wait({task, *watched}, return_when=asyncio.FIRST_COMPLETED)
-        for loss in watched:
-            if loss.done():
-                await loss
-        await task
-    except asyncio.CancelledError:
-        cancelled()
-        raise
-    finally:
-        for each in (task, *watched):
-            each.cancel()
-        await asyncio.gather(task, *watched, return_exceptions=True)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRules:
     """Rules by which tasks are chosen; see `TaskOrder`."""
@@ -349,7 +324,7 @@ class TaskOrder:
 
     def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
         """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
-        epoch, left = 0, self._shuffled(0, first_step=1)
+        epoch, left = -1, list[str]()
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
         visited: list[tuple[int, list[str]]] = []
@@ -372,7 +347,8 @@ class TaskOrder:
                 left = [task for task in left if task in there]
             if len(left) < rules.per_step:
                 epoch += 1
-                shuffled = self._shuffled(epoch, first_step=step)
+                order = np.random.default_rng((rules.seed, epoch)).permutation(len(part.tasks))
+                shuffled = [part.tasks[index] for index in order]
                 awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
                 left = awake if len(awake) >= rules.per_step else shuffled
             chosen, left = left[: rules.per_step], left[rules.per_step :]
@@ -381,11 +357,6 @@ class TaskOrder:
 
     def _part(self, step: int) -> TaskPart:
         return next(part for part in reversed(self.parts) if part.first_step <= step)
-
-    def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
-        part = self._part(first_step)
-        order = np.random.default_rng((part.rules.seed, epoch)).permutation(len(part.tasks))
-        return [part.tasks[index] for index in order]
 
 
 @dataclass(frozen=True, slots=True)
