@@ -103,16 +103,15 @@ class Actors:
         number = len(self.fleet.engines)
         self.clients = [EngineClient(index, name, number) for index in range(number)]
         judged = config.algorithm.reward == "rubric"
-        self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
-        self._servers = start_judge_servers(judge, run.path, name) if judged else None
-        self._replies = start_replies(judge, name) if judged else None
+        nobody: tuple[Any, Any] = (None, None)
+        # The handles are kept: an actor ends with its handle.
+        self._limiter, leases = (start_judge_limiter(judge, run.path, name) if judged else None) or nobody
+        self._servers, servers = (start_judge_servers(judge, run.path, name) if judged else None) or nobody
+        self._replies, replies = (start_replies(judge, name) if judged else None) or nobody
         self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
         policy = None
         if judge.self_judge.enabled:
             policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
-        leases = None if self._limiter is None else self._limiter[1]
-        servers = None if self._servers is None else self._servers[1]
-        replies = None if self._replies is None else self._replies[1]
         own = not requests_name(judge, run.path)
         starter = judge_starter(judge, policy, leases, name, servers, replies, own_replies=own)
         self.judges = JudgePool(starter, judge)
@@ -134,7 +133,7 @@ class Actors:
         if self._config.algorithm.reward == "rubric":
             ready.insert(0, pending.wait("the first judge worker and its first reply", self.judges.ready()))
         if self._servers is not None:
-            ready.insert(0, pending.wait("the first vLLM server of the judge", self._servers[0].ready.remote()))
+            ready.insert(0, pending.wait("the first vLLM server of the judge", self._servers.ready.remote()))
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -143,7 +142,7 @@ class Actors:
         if self._limiter is None:
             return None
         try:
-            pause: Pause | None = await self._limiter[0].pause.remote()
+            pause: Pause | None = await self._limiter.pause.remote()
         except ray.exceptions.RayError:
             return None
         return pause
@@ -178,7 +177,7 @@ class Actors:
         stops: list[Awaitable[Any]] = [self.fleet.stop(), self.workers.stop()]
         if self._ready:
             stops += [self.store.settle.remote()]
-            stops += [] if self._servers is None else [self._servers[0].stop.remote()]
+            stops += [] if self._servers is None else [self._servers.stop.remote()]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
 
