@@ -202,6 +202,14 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tables = path / "tables"
+        """Folder of the Parquet tables."""
+        self.checkpoints = path / "checkpoints"
+        """Folder of the learner's checkpoints."""
+        self.metrics_file = path / "metrics.jsonl"
+        """The file of metrics, one JSON object per line."""
+        self.judge_cache = path / "judge_cache"
+        """Default folder of the stored judge replies."""
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
@@ -292,26 +300,6 @@ class RunDirectory:
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise damaged(path, f"no schema version ({error})") from None
         return version
-
-    @property
-    def tables(self) -> Path:
-        """Folder of the Parquet tables."""
-        return self.path / "tables"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the learner's checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def metrics_file(self) -> Path:
-        """The file of metrics, one JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def judge_cache(self) -> Path:
-        """Default folder of the stored judge replies."""
-        return self.path / "judge_cache"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint written after ``step``."""
@@ -453,7 +441,12 @@ class RunDirectory:
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
 
     def _parts(self, table: str, pattern: str) -> list[Path]:
-        return sorted((self.tables / table).glob(f"{pattern}/*{_part_suffix(table)}"))
+        found: list[Path] = []
+        for folder in (self.tables / table).glob(f"{pattern}/"):
+            # Removed if its step has just been merged.
+            with contextlib.suppress(FileNotFoundError):
+                found += folder.glob(f"*{_part_suffix(table)}")
+        return sorted(found)
 
 
 def _step_of(path: Path) -> int | None:
@@ -502,16 +495,13 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
         os.close(descriptor)
 
 
-def unwritable(run: Path, error: OSError) -> StoreError:
-    """The error for a write that fails."""
-    why = error.strerror or error
-    return StoreError(f"run directory {run} cannot be written: {why}; free disk space there, or make it writable")
-
-
 @contextlib.contextmanager
 def write_errors(run: Path) -> Iterator[None]:
     """Turn an OSError of a write into a `StoreError` of one line."""
     try:
         yield
     except OSError as error:
-        raise unwritable(run, error) from None
+        why = error.strerror or error
+        raise StoreError(
+            f"run directory {run} cannot be written: {why}; free disk space there, or make it writable"
+        ) from None

@@ -6,14 +6,18 @@ If an environment has no evaluator, the judge's pass rate on held-out rollouts r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
-from draco_ray.records import EpisodeEnd, Evaluation, FloatArray, IntArray, JudgedRollout, Termination, Verdict
+from draco_ray.records import Evaluation, FloatArray, IntArray, JudgedRollout, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import columns_of, scenario_of
+from draco_ray.runs.rows import scenario_of
+
+RecordT = TypeVar("RecordT", Evaluation, JudgedRollout)
 
 
 def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
@@ -38,17 +42,7 @@ def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
 
 def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation]]:
     """(training step, split) -> evaluated rollouts; step 0 is the untrained policy."""
-    found: dict[tuple[int, str], list[Evaluation]] = {}
-    for row in run.table("evaluations").to_pylist():
-        values = {
-            "ended": EpisodeEnd(row["ended"]),
-            "failures": tuple(row["failures"] or ()),
-            "termination": None if row["termination"] is None else Termination(row["termination"]),
-            "scenario": scenario_of(row),
-        }
-        evaluation = Evaluation(**columns_of(Evaluation, row) | values)
-        found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
-    return dict(sorted(found.items()))
+    return _by_policy(run, "evaluations", Evaluation)
 
 
 DRAWS = 2_000
@@ -112,13 +106,17 @@ def judged_rates(rollouts: Sequence[JudgedRollout]) -> JudgedRates:
     )
 
 
-def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollout]]:
+def read_judged(run: RunDirectory) -> dict[tuple[int, str], list[JudgedRollout]]:
     """(training step, split) -> judged held-out rollouts; step 0 is the untrained policy."""
-    found: dict[tuple[int, str], list[JudgedRollout]] = defaultdict(list)
-    for row in run.table("heldout_verdicts").to_pylist():
-        values = {name: tuple(row[name] or ()) for name in ("verdicts", "again")}
-        rollout = JudgedRollout(**columns_of(JudgedRollout, row) | values)
-        found[row["training_step"], row["split"]].append(rollout)
+    return _by_policy(run, "heldout_verdicts", JudgedRollout)
+
+
+def _by_policy(run: RunDirectory, table: str, kind: type[RecordT]) -> dict[tuple[int, str], list[RecordT]]:
+    """The rows of a table as records; a null is the field's default."""
+    record, found = TypeAdapter(kind), defaultdict(list)
+    for row in run.table(table).to_pylist():
+        values = {name: value for name, value in row.items() if value is not None} | {"scenario": scenario_of(row)}
+        found[row["training_step"], row["split"]].append(record.validate_python(values))
     return dict(sorted(found.items()))
 
 

@@ -218,12 +218,10 @@ def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) ->
     Raises:
         FileNotFoundError: it was not recorded.
     """
-    (row,) = _rows(run, "trajectories", step, f"{task_id}-{rollout}")
-    try:
-        steps = _rows(run, "steps", step, f"{task_id}-{rollout}")
-    except FileNotFoundError:
-        steps = []
-    return _trajectory(row, steps)
+    key = f"{task_id}-{rollout}"
+    if not (found := part_rows(run, "trajectories", step, key)):
+        raise FileNotFoundError(run.part("trajectories", step, key))
+    return _trajectory(found[0], part_rows(run, "steps", step, key))
 
 
 def step_trajectories(run: RunDirectory, step: int) -> dict[str, list[Trajectory]]:
@@ -275,8 +273,8 @@ def _turn(row: Row) -> Turn:
     return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 
-def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
-    if not (path := run.part(table, step, key)).exists():
-        raise FileNotFoundError(path)
-    rows: Sequence[Row] = read_table(path, table).to_pylist()
+def part_rows(run: RunDirectory, table: str, step: int, key: str) -> list[Row]:
+    """The rows written under a key of an unfinished step; empty if there are none."""
+    path = run.part(table, step, key)
+    rows: list[Row] = read_table(path, table).to_pylist() if path.exists() else []
     return rows

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from draco_ray.config.origin import private
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import STEP, SUFFIX, RunDirectory, read_table, write_part, write_private
-from draco_ray.runs.rows import Row, as_paid, call_rows
+from draco_ray.runs.rows import Row, as_paid, call_rows, part_rows
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 
 ROW_GROUP_BYTES = 32 * 2**20
@@ -41,12 +41,6 @@ class RunStore:
         """As `write`."""
         path = self.directory.part(table, step, key)
         (write_part if path.suffix == SUFFIX else write_parquet)(path, rows)
-
-    def part(self, table: str, step: int, key: str) -> list[Row]:
-        """The rows written under a key of an unfinished step."""
-        path = self.directory.part(table, step, key)
-        rows: list[Row] = read_table(path, table).to_pylist() if path.exists() else []
-        return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the step's metrics line and merge its parts into one file per table. May be repeated after a kill."""
@@ -140,7 +134,8 @@ class PaidCalls:
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
         if all(row["requests"] for row in made):
             return made
-        paid = {(row["prompt"], row["reply"]): row for row in self._store.part("judge_calls", step, key)}
+        earlier = part_rows(self._store.directory, "judge_calls", step, key)
+        paid = {(row["prompt"], row["reply"]): row for row in earlier}
         return [row if row["requests"] else paid.get((row["prompt"], row["reply"]), row) for row in made]
 
     @cached_property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import ray
 
@@ -25,7 +26,7 @@ from draco_ray.records import (
 )
 from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, unwritable
+from draco_ray.runs.directory import RunDirectory, write_errors
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
@@ -56,16 +57,9 @@ class RunStoreActor:
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="gathering")
         self._gathered = self._gathering.submit(self._gather, None)
 
-    def trajectory(self, step: int, trajectory: Trajectory) -> None:
-        """Keep a finished rollout."""
-        self._trajectory("", step, trajectory)
-
-    def evaluated_trajectory(self, step: int, trajectory: Trajectory) -> None:
-        """Keep an evaluated rollout of the policy of ``step``."""
-        self._trajectory("evaluation_", step, trajectory)
-
-    def _trajectory(self, kind: str, step: int, trajectory: Trajectory) -> None:
-        key = f"{trajectory.task_id}-{trajectory.rollout}"
+    def trajectory(self, step: int, trajectory: Trajectory, *, evaluated: bool = False) -> None:
+        """Keep a finished rollout, or an evaluated one of the policy of ``step``."""
+        kind, key = "evaluation_" if evaluated else "", f"{trajectory.task_id}-{trajectory.rollout}"
         self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
         # Write this row last: it marks the rollout as complete.
         self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
@@ -183,17 +177,13 @@ class RunStoreActor:
         Measurements of a policy may be added long after its step, so their files are not merged.
         """
         store = self._store
-        try:
+        with self._remembering():
             if last is None:
                 last = max((line["step"] for line in store.directory.metrics()), default=0) - 1
             for step in store.ungathered(last):
                 store.gather(step, STEP_TABLES)
             if self._manifest is not None:
                 self._manifest.update(last)
-        except OSError as error:
-            self._failure = self._problem(error)
-        except DracoError as error:
-            self._failure = str(error)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step, before the checkpoint that completes it.
@@ -202,10 +192,8 @@ class RunStoreActor:
             StoreError: this or an earlier write failed.
         """
         self.flush()
-        try:
+        with self._remembering():
             self._store.write_metrics(step, metrics)
-        except OSError as error:
-            self._fail(error)
 
     def recorded(self, step: int, policy_version: int) -> list[tuple[str, int]]:
         """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
@@ -227,18 +215,18 @@ class RunStoreActor:
             raise StoreError(self._failure)
 
     def _write(self, table: str, step: int, key: str, made: Sequence[Row]) -> None:
-        try:
+        with self._remembering():
             self._store.write(table, step, key, made)
-        except OSError as error:
-            self._fail(error)
 
-    def _fail(self, error: OSError) -> NoReturn:
-        # Most callers do not wait for their writes, so store the error for the next caller that waits.
-        self._failure = self._problem(error)
-        raise StoreError(self._failure) from None
-
-    def _problem(self, error: OSError) -> str:
-        return str(unwritable(self._store.directory.path, error))
+    @contextmanager
+    def _remembering(self) -> Iterator[None]:
+        """Raise an error as `StoreError`, now and for the next caller that waits: most do not wait for their writes."""
+        try:
+            with write_errors(self._store.directory.path):
+                yield
+        except DracoError as error:
+            self._failure = str(error)
+            raise StoreError(self._failure) from None
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

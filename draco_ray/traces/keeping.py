@@ -193,7 +193,8 @@ class JudgingRun:
         calls = [rows.as_paid(call, self._booked) for call in state.calls]
         known = {call.call_id for call in calls}
         # If a group is judged again, keep its earlier calls: they were paid for.
-        earlier = [row for row in self._store.part("judge_calls", step, key) if row["call_id"] not in known]
+        written = rows.part_rows(self.directory, "judge_calls", step, key)
+        earlier = [row for row in written if row["call_id"] not in known]
         write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
         write("groups", step, key, [_group_row(step, state)])
 

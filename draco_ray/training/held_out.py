@@ -115,7 +115,7 @@ class BeforeAfter(HeldOutTasks):
             self.progress.advance()
             if played.member is None:
                 return lost_evaluation(task, run)
-            self.actors.store.evaluated_trajectory.remote(step, played.member.trajectory)
+            self.actors.store.trajectory.remote(step, played.member.trajectory, evaluated=True)
             evaluated: Evaluated = await played.member.evaluation
             return evaluated.evaluation
 
@@ -235,7 +235,7 @@ class JudgedBeforeAfter(HeldOutTasks):
         rubric, scores = await writing, []
         if played.member is not None:
             trajectory = played.member.trajectory
-            store.evaluated_trajectory.remote(step, trajectory)
+            store.trajectory.remote(step, trajectory, evaluated=True)
             context = CallContext(group=f"heldout{step}/{task.task_id}", task_id=task.task_id, rollout=run)
             asked = (
                 self.actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)

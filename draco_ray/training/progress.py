@@ -280,7 +280,6 @@ class RunObserver:
         self._trackers = open_trackers(config.run.trackers, run, config.model_dump(mode="json"))
         self._metrics = RunMetrics(run.name)
         self._dollars = spent
-        self._sampling: list[asyncio.Task[None]] = []
         self._seen: dict[str, tuple[int, int]] = {}
         """By group: number of its rollouts and phases that have been recorded."""
         # Also reported before the first step ends, so that alerts can detect runs without progress.
@@ -331,26 +330,17 @@ class RunObserver:
                 log.exception("tracker %s failed and is not used any more", name)
                 del self._trackers[name]
 
-    def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
-        """Record the pools' queues every few seconds until `close`; needs a running event loop.
-
-        Also sets the last step's gauges again, since Ray drops gauges that are not set for two report intervals.
-        """
-        self._sampling.append(asyncio.create_task(self._sample(rollouts, judges)))
-
-    def watch_engines(self, fleet: EngineFleet) -> None:
-        """Record the engines' statistics every few seconds until `close`; needs a running event loop."""
-        self._sampling.append(asyncio.create_task(self._ask(fleet)))
-
     def close(self) -> None:
-        """Stop recording and close the trackers."""
-        for task in self._sampling:
-            task.cancel()
+        """Close the trackers."""
         for tracker in self._trackers.values():
             with contextlib.suppress(Exception):
                 tracker.close()
 
-    async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
+    async def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
+        """Record the pools' queues every few seconds until cancelled.
+
+        Also sets the last step's gauges again, since Ray drops gauges that are not set for two report intervals.
+        """
         while True:
             self._metrics.set(catalogue.ROLLOUTS_WAITING, rollouts.workers.elastic.waiting)
             self._metrics.set(catalogue.ROLLOUTS_IN_FLIGHT, rollouts.workers.elastic.in_flight)
@@ -362,7 +352,8 @@ class RunObserver:
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)
 
-    async def _ask(self, fleet: EngineFleet) -> None:
+    async def watch_engines(self, fleet: EngineFleet) -> None:
+        """Record the engines' statistics every few seconds until cancelled."""
         before: dict[str, EngineStatistics] = {}
         while True:
             self._metrics.set(catalogue.ENGINES_UP, fleet.workers.up)

@@ -46,8 +46,8 @@ from draco_ray.training.resume import (
 )
 from draco_ray.training.session import opened, training_session
 from draco_ray.training.sizes import address_of
-from draco_ray.training.trainer import TaskOrder, unless_lost
-from draco_ray.training.watchdog import PeakMemory
+from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.watchdog import PeakMemory, unless_lost
 
 
 def train(config: DracoConfig, console: Console | None = None, checks: Sequence[Check] = ()) -> Path:

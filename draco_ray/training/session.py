@@ -57,11 +57,6 @@ if TYPE_CHECKING:
     from draco_ray.judging.judge import Judge
 
 
-async def _awaited(work: Awaitable[Any], pending: Pending, what: str) -> Any:
-    with pending.of(what):
-        return await work
-
-
 class Actors:
     """Engines, judge, rollout workers and run store of one run."""
 
@@ -108,16 +103,15 @@ class Actors:
         number = len(self.fleet.engines)
         self.clients = [EngineClient(index, name, number) for index in range(number)]
         judged = config.algorithm.reward == "rubric"
-        self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
-        self._servers = start_judge_servers(judge, run.path, name) if judged else None
-        self._replies = start_replies(judge, name) if judged else None
+        nobody: tuple[Any, Any] = (None, None)
+        # The handles are kept: an actor ends with its handle.
+        self._limiter, leases = (start_judge_limiter(judge, run.path, name) if judged else None) or nobody
+        self._servers, servers = (start_judge_servers(judge, run.path, name) if judged else None) or nobody
+        self._replies, replies = (start_replies(judge, name) if judged else None) or nobody
         self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
         policy = None
         if judge.self_judge.enabled:
             policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
-        leases = None if self._limiter is None else self._limiter[1]
-        servers = None if self._servers is None else self._servers[1]
-        replies = None if self._replies is None else self._replies[1]
         own = not requests_name(judge, run.path)
         starter = judge_starter(judge, policy, leases, name, servers, replies, own_replies=own)
         self.judges = JudgePool(starter, judge)
@@ -135,11 +129,11 @@ class Actors:
             EngineError: the model cannot be loaded.
         """
         pending = pending or Pending()
-        ready: list[Awaitable[Any]] = [_awaited(self.fleet.start(), pending, "the engines' start")]
+        ready: list[Awaitable[Any]] = [pending.wait("the engines' start", self.fleet.start())]
         if self._config.algorithm.reward == "rubric":
-            ready.insert(0, _awaited(self.judges.ready(), pending, "the first judge worker and its first reply"))
+            ready.insert(0, pending.wait("the first judge worker and its first reply", self.judges.ready()))
         if self._servers is not None:
-            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first vLLM server of the judge"))
+            ready.insert(0, pending.wait("the first vLLM server of the judge", self._servers.ready.remote()))
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -148,7 +142,7 @@ class Actors:
         if self._limiter is None:
             return None
         try:
-            pause: Pause | None = await self._limiter[0].pause.remote()
+            pause: Pause | None = await self._limiter.pause.remote()
         except ray.exceptions.RayError:
             return None
         return pause
@@ -183,7 +177,7 @@ class Actors:
         stops: list[Awaitable[Any]] = [self.fleet.stop(), self.workers.stop()]
         if self._ready:
             stops += [self.store.settle.remote()]
-            stops += [] if self._servers is None else [self._servers[0].stop.remote()]
+            stops += [] if self._servers is None else [self._servers.stop.remote()]
         with contextlib.suppress(Exception):
             await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
 
@@ -402,7 +396,7 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
 async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
     """Check that the judge answers, within ``watch.start_seconds``."""
     pending = Pending()
-    checking = _awaited(judge.check(), pending, "the judge's first reply")
+    checking = pending.wait("the judge's first reply", judge.check())
     # Ray is not running yet, so there are no pending resources to report.
     await started(checking, config, pending, console, why=str)
 
@@ -423,19 +417,16 @@ def one_line_errors(run: RunDirectory, console: Console, continued: str = "") ->
 
     ``continued``: the line that says how to continue the run, printed if not empty.
     """
-    problem: BaseException | None
     try:
-        yield
-        return
-    except KeyboardInterrupt:
-        console.print(f"stopped; finished results are in {run.path}")
-        problem = SystemExit(130)
-    except (DracoError, ray.exceptions.RayError) as error:
-        if (problem := plain_error(error)) is None:
-            raise
-    if continued:
-        console.print(continued)
-    raise problem
+        with plain_errors():
+            yield
+    except (DracoError, KeyboardInterrupt) as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted:
+            console.print(f"stopped; finished results are in {run.path}")
+        if continued:
+            console.print(continued)
+        raise (SystemExit(130) if interrupted else error) from None
 
 
 @contextlib.contextmanager
@@ -503,7 +494,6 @@ async def training_session(
         parts.push_async_callback(partial(unless_gone, actors.stop))
         parts.push_async_exit(partial(_drain_within_budget, actors, config.judge.request_timeout_seconds))
         advantages = start_advantage_computer(config.algorithm, run.path.name)
-        said = console.print
         weights = WeightSync(
             learner,
             actors.fleet,
@@ -517,13 +507,10 @@ async def training_session(
             await _start(config, actors, learner, pending)
             release_start_lock()
             if start.step:
-                with pending.of("sync of the adapter to the engines"):
-                    await weights.publish(start.step)
+                await pending.wait("sync of the adapter to the engines", weights.publish(start.step))
 
         await started(begin(), config, pending, console)
         pool = actors.pool(actors.workers)
-        observer.watch_pools(pool, actors.judges)
-        observer.watch_engines(actors.fleet)
         pipeline = Pipeline(
             config.algorithm,
             pool,
@@ -537,8 +524,13 @@ async def training_session(
             watch=observer.group,
             wait=pending.of,
         )
-        await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
-        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, pending_demand)))
+        for watching in (
+            observer.watch_pools(pool, actors.judges),
+            observer.watch_engines(actors.fleet),
+            watch_judge(actors.judge_pause, progress, console),
+            watch_quiet(pending, config.watch.quiet_seconds, console.print, pending_demand),
+        ):
+            await parts.enter_async_context(_beside(watching))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, console, start.recorded),
@@ -646,12 +638,12 @@ async def start_actors(actors: Actors, config: DracoConfig, console: Console) ->
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
     waits_for = "the learner's start"
     if not config.engine.colocate:
-        await asyncio.gather(actors.start(pending), _awaited(learner.start(), pending, waits_for))
+        await asyncio.gather(actors.start(pending), pending.wait(waits_for, learner.start()))
         return
     # Start engines first: Ray gives each its own GPU, and vLLM measures how much of the GPU's memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
-        await _awaited(learner.start(), pending, waits_for)
+        await pending.wait(waits_for, learner.start())
 
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:

@@ -88,7 +88,9 @@ async def streamed_update(
     Raises: the first error of a group or of the learner.
     """
     result, pending = StreamedUpdate(), pending or Pending()
-    fed = [asyncio.Event() for _ in groups]
+
+    async def all_of(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+        return [await work for work in works] if in_order else await gather_or_cancel(works)
 
     async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
         began = time.time()
@@ -98,12 +100,9 @@ async def streamed_update(
 
     async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
         samples = await group
-        if in_order and position:
-            await fed[position - 1].wait()
         if samples is not None:
             result.fed.append(samples)
             await ask(learner.accumulate if position < minibatch_prompts else learner.remember_old_logprobs, samples)
-        fed[position].set()
         return samples
 
     async def update() -> None:
@@ -112,17 +111,12 @@ async def streamed_update(
             result.updates.append(await learner.step())
         result.busy.append((began, time.time()))
 
-    finished = await gather_or_cancel(first_pass(position, group) for position, group in enumerate(groups))
+    finished = await all_of(first_pass(position, group) for position, group in enumerate(groups))
     await update()
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
         # Await these calls before the update, because an asynchronous actor may run calls in another order.
-        asked = [samples for samples in minibatch if samples is not None]
-        if in_order:
-            for samples in asked:
-                await ask(learner.accumulate, samples)
-        else:
-            await gather_or_cancel(ask(learner.accumulate, samples) for samples in asked)
+        await all_of(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
         await update()
     return result
 
@@ -236,36 +230,9 @@ async def engines_asleep(
     if after:
         # The caller awaits the same tasks and handles their errors.
         await asyncio.wait(after)
-    with pending.of("the engines to go to sleep"):
-        await fleet.sleep()
+    await pending.wait("the engines to go to sleep", fleet.sleep())
     yield
-    with pending.of("the engines to wake up"):
-        await fleet.wake()
-
-
-async def unless_lost(
-    work: Coroutine[Any, Any, None], *losses: Awaitable[None], cancelled: Callable[[], None] = lambda: None
-) -> None:
-    """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
-
-    Args:
-        losses: each waits for one such loss and raises.
-        cancelled: called if this is cancelled, before ``work`` is.
-    """
-    task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
-    try:
-        await asyncio.wait({task, *watched}, return_when=asyncio.FIRST_COMPLETED)
-        for loss in watched:
-            if loss.done():
-                await loss
-        await task
-    except asyncio.CancelledError:
-        cancelled()
-        raise
-    finally:
-        for each in (task, *watched):
-            each.cancel()
-        await asyncio.gather(task, *watched, return_exceptions=True)
+    await pending.wait("the engines to wake up", fleet.wake())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,7 +324,7 @@ class TaskOrder:
 
     def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
         """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
-        epoch, left = 0, self._shuffled(0, first_step=1)
+        epoch, left = -1, list[str]()
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
         visited: list[tuple[int, list[str]]] = []
@@ -374,11 +341,14 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
-            left = [task for task in left if task in there]
+            # Otherwise nothing can have left the epoch since the last step.
+            if step == part.first_step or patience is not None:
+                there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
+                left = [task for task in left if task in there]
             if len(left) < rules.per_step:
                 epoch += 1
-                shuffled = self._shuffled(epoch, first_step=step)
+                order = np.random.default_rng((rules.seed, epoch)).permutation(len(part.tasks))
+                shuffled = [part.tasks[index] for index in order]
                 awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
                 left = awake if len(awake) >= rules.per_step else shuffled
             chosen, left = left[: rules.per_step], left[rules.per_step :]
@@ -387,11 +357,6 @@ class TaskOrder:
 
     def _part(self, step: int) -> TaskPart:
         return next(part for part in reversed(self.parts) if part.first_step <= step)
-
-    def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
-        part = self._part(first_step)
-        order = np.random.default_rng((part.rules.seed, epoch)).permutation(len(part.tasks))
-        return [part.tasks[index] for index in order]
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,8 +541,7 @@ class Trainer:
         await self.train(done + 1, last)
         if self.evaluation and before and last and (after := await self._measure(last, done)):
             self.evaluation.report(before, after)
-        with self.pending.of("the run store"):
-            await self.store.settle.remote(last)
+        await self.pending.wait("the run store", self.store.settle.remote(last))
 
     async def train(self, first: int, last: int) -> None:
         """Train from step ``first`` to step ``last``, inclusive.
@@ -628,8 +592,7 @@ class Trainer:
         check_disk(config, self.run.path)
         if self._writing is not None and self._writing.done():
             await self._written()
-        with self.pending.of("the run store"):
-            batch = await self.batches.take(step)
+        batch = await self.pending.wait("the run store", self.batches.take(step))
         rollouts = len(batch.groups) * config.algorithm.group_size
         self.progress.start(f"step {step}/{last}", batch.groups, rollouts)
         try:
@@ -667,14 +630,11 @@ class Trainer:
             if step == last:
                 await self._written()
             spans = step_spans((), {"checkpoint": [(began, time.time())]})
-            with self.pending.of("the run store"):
-                await self.store.spans.remote(step, "checkpoint", spans)
+            await self.pending.wait("the run store", self.store.spans.remote(step, "checkpoint", spans))
         metrics = {**learning, **_seconds(update_ended, started)}
-        with self.pending.of("the trackers"):
-            # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
-            await asyncio.to_thread(self.observer.step, metrics)
-        with self.pending.of("the run store"):
-            await self.store.finish_step.remote(step, metrics)
+        # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
+        await self.pending.wait("the trackers", asyncio.to_thread(self.observer.step, metrics))
+        await self.pending.wait("the run store", self.store.finish_step.remote(step, metrics))
         return metrics
 
     async def _checkpoint(self, step: int) -> None:
@@ -688,9 +648,8 @@ class Trainer:
         """Wait until the last checkpoint is on disk, and remove those that are not kept."""
         if self._writing is None:
             return
-        with self.pending.of("the learner's checkpoint"):
-            # Shielded: cancelling this wait must not cancel the write.
-            await asyncio.shield(self._writing)
+        # Shielded: cancelling this wait must not cancel the write.
+        await self.pending.wait("the learner's checkpoint", asyncio.shield(self._writing))
         self._writing = None
         drop_checkpoints(self.run, self.config.train)
 
@@ -708,8 +667,7 @@ class Trainer:
                 in_order=self.config.engine.deterministic,
             )
             # Do this before engines on the same GPU wake up and take the memory that this forward pass needs.
-            with self.pending.of("the learner's log-probs for the canary"):
-                probe = await self.weights.probe(update.fed)
+            probe = await self.pending.wait("the learner's log-probs for the canary", self.weights.probe(update.fed))
         return update, probe
 
 

@@ -11,7 +11,7 @@ import itertools
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -90,6 +90,11 @@ class Pending:
         finally:
             del self._waiting[number]
             self._changed = self._clock()
+
+    async def wait(self, kind: str, work: Awaitable[ResultT]) -> ResultT:
+        """Await ``work``, as `of` records it."""
+        with self.of(kind):
+            return await work
 
     @property
     def kinds(self) -> set[str]:
@@ -218,20 +223,41 @@ async def watch_quiet(
         said = times
 
 
+async def unless_lost(
+    work: Coroutine[Any, Any, ResultT], *losses: Coroutine[Any, Any, None], cancelled: Callable[[], None] = lambda: None
+) -> ResultT:
+    """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
+
+    Args:
+        losses: each waits for one such loss and raises. Its error is raised once ``work`` has ended.
+        cancelled: called if this is cancelled, before ``work`` is.
+    """
+    working, watched = asyncio.create_task(work), [asyncio.create_task(loss) for loss in losses]
+    try:
+        await asyncio.wait({working, *watched}, return_when=asyncio.FIRST_COMPLETED)
+        for loss in watched:
+            if loss.done():
+                await loss
+        return await working
+    except asyncio.CancelledError:
+        cancelled()
+        raise
+    finally:
+        for each in (working, *watched):
+            each.cancel()
+        await asyncio.gather(working, *watched, return_exceptions=True)
+
+
 async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, late: Callable[[], Exception]) -> ResultT:
     """Await ``work``; if it takes longer than ``seconds``, cancel it, wait for it to end, and raise ``late()``.
 
-    ``seconds`` None: no limit.
+    ``late`` is called while ``work`` runs, since it names what is pending. ``seconds`` None: no limit.
     """
-    working = asyncio.create_task(work)
-    try:
-        done, _ = await asyncio.wait({working}, timeout=seconds)
-        if done:
-            return working.result()
-        # Create the error before cancelling, since it names the operations that are still pending.
-        error = late()
-    finally:
-        if not working.done():
-            working.cancel()
-            await asyncio.gather(working, return_exceptions=True)
-    raise error
+    if seconds is None:
+        return await work
+
+    async def limit() -> None:
+        await asyncio.sleep(seconds)
+        raise late()
+
+    return await unless_lost(work, limit())

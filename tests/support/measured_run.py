@@ -58,7 +58,7 @@ def judged_run(path: Path, steps: Sequence[int] = (0, 1, 2)) -> RunDirectory:
         stage1 = a_call("stage1", step, HELD_OUT, None)
         store.heldout_calls(step, f"{HELD_OUT}-stage1", Judged(value=(), calls=(stage1,)))
         for rollout in (0, 1):
-            store.evaluated_trajectory(step, a_trajectory(step, HELD_OUT, rollout))
+            store.trajectory(step, a_trajectory(step, HELD_OUT, rollout), evaluated=True)
         scores = [_scored(step, name, scores) for name, scores in (("first", (1, -1, 0)), ("again", (1, 1, 0)))]
         store.heldout(step, "dev", task, 0, rubric, *scores)
         store.heldout(step, "dev", task, 1, Judged(value=None), Judged(value=()), None)

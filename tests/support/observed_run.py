@@ -94,8 +94,10 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
     # As much less than Ray's interval as it is in a run.
     progress.SAMPLE_SECONDS = REPORT_SECONDS / 5
     watcher = RunObserver(DracoConfig(), run, spent=10.0)
-    watcher.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
-    watcher.watch_engines(Engines())  # type: ignore[arg-type]
+    watching = [
+        asyncio.create_task(watcher.watch_pools(Queue(), Queue())),  # type: ignore[arg-type]
+        asyncio.create_task(watcher.watch_engines(Engines())),  # type: ignore[arg-type]
+    ]
     group = a_group()
     # A group that is told of twice counts once.
     watcher.group(group)
@@ -106,6 +108,8 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
     first = await seen()
     await asyncio.sleep(IDLE_SECONDS)
     later = await seen()
+    for task in watching:
+        task.cancel()
     watcher.close()
     return {"at first": first, "later": later}
 

@@ -22,7 +22,8 @@ from draco_ray.training import cluster as head_module
 from draco_ray.training import run as run_module
 from draco_ray.training.cluster import head_answers, head_failure, unless_gone
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import TaskOrder, unless_lost
+from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.watchdog import unless_lost
 
 
 async def test_a_head_that_answers_is_there_and_one_that_does_not_is_gone() -> None:

@@ -23,7 +23,8 @@ from draco_ray.interruption import ended_as_interrupted, handler_kept
 from draco_ray.training import run as driver
 from draco_ray.training import session
 from draco_ray.training.run import _stopping
-from draco_ray.training.trainer import TaskOrder, unless_lost
+from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.watchdog import unless_lost
 
 
 # A shell starts what a script runs behind it with SIGINT ignored.

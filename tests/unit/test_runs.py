@@ -409,6 +409,24 @@ def test_a_table_is_whole_while_its_step_is_gathered(tmp_path: Path, monkeypatch
     assert store.directory.table("steps").num_rows == expected
 
 
+def test_parts_that_are_gathered_while_they_are_listed_are_read_as_a_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "run", "seed: 0\n"))
+    for step in (1, 2):
+        store.write("steps", step, "a", rows.step_rows(step, a_trajectory()))
+    expected, scandir = store.directory.table("steps").num_rows, os.scandir
+
+    def gathered_before(path: Any) -> Any:
+        if str(path).endswith("step00001"):
+            monkeypatch.undo()
+            store.gather(1)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", gathered_before)
+    assert store.directory.table("steps").num_rows == expected
+
+
 @pytest.mark.parametrize(
     "damage", [lambda data: b"", lambda data: data[:3], lambda data: data[:-9], lambda data: b"x" * 99]
 )

@@ -18,8 +18,7 @@ from draco_ray.summaries import PhaseSummary
 from draco_ray.training import progress as progress_module
 from draco_ray.training.progress import STAGES, StepProgress, stage, watch_judge
 from draco_ray.training.run import _stopping
-from draco_ray.training.trainer import unless_lost
-from draco_ray.training.watchdog import Pending
+from draco_ray.training.watchdog import Pending, unless_lost
 
 
 def away(next_try: float, gives_up: float) -> Pause:

@@ -109,9 +109,9 @@ async def test_a_run_in_whose_first_step_nothing_happens_has_a_step_that_stands_
     workers.elastic = workers
     pools: Any = SimpleNamespace(in_flight=0, workers=workers)
     watching = progress.RunObserver(load_config("sandbox", ["run.trackers=[]"]), tmp_path, done=3)
-    watching.watch_pools(pools, pools)
+    sampling = asyncio.create_task(watching.watch_pools(pools, pools))
     assert await steps.get() == {"step": 3}
-    watching.close()
+    sampling.cancel()
 
 
 async def test_a_continued_run_whose_first_sync_hangs_has_not_started(

@@ -42,8 +42,7 @@ from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import checked_model, plain_error, ray_session, say_cut_prompts, started, task_prompts
-from draco_ray.training.trainer import unless_lost
-from draco_ray.training.watchdog import Pending
+from draco_ray.training.watchdog import Pending, unless_lost
 from draco_ray.workers.elastic import fixed_workers
 from draco_ray.workers.tasks import gather_or_cancel
 
