@@ -379,20 +379,19 @@ async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
 
 
 _PAID = {each.name for each in fields(Paid)}
-_STORED = {each.name for each in fields(Completion)} - {"paid", "error"}
-"""Fields of a completion that are stored."""
 _COMPLETION = TypeAdapter(Completion)
 
 
 def _stored(completion: Completion) -> dict[str, object]:
-    return {name: getattr(completion, name) for name in _STORED}
+    stored = asdict(completion)
+    return {name: stored[name] for name in stored if name not in ("paid", "error")}
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion | None:
     """Return the stored reply, at no cost; None if it is damaged and the judge must be asked again."""
     try:
-        found = _COMPLETION.validate_python({name: stored[name] for name in _STORED})
-    except (KeyError, ValidationError):
+        found = _COMPLETION.validate_python(stored)
+    except ValidationError:
         log.warning(
             "a stored judge reply is damaged, so the request is sent again; the reply contains %s",
             str(sorted(stored))[:100],
@@ -400,7 +399,7 @@ def _replay(stored: Mapping[str, Any]) -> Completion | None:
         return None
     return replace(
         found,
-        paid=Paid(**{name: stored[name] for name in _PAID}),
+        paid=Paid(**{name: getattr(found, name) for name in _PAID}),
         dollars=0.0,
         estimated_dollars=0.0,
         waited_seconds=0.0,

@@ -519,7 +519,7 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
     await scripted.client.check()
     ((request, _, tokens, _),) = scripted.sent
     assert (request, tokens) == (client_module.PROBE_REQUEST, client_module.PROBE_TOKENS)
-    assert scripted.client._endpoint.structured.constrained
+    assert scripted.client._endpoint.constrained
     for attempts, requests in ((9, client_module.CHECK_ATTEMPTS), (2, 2)):
         scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 9, max_attempts=attempts)
         with pytest.raises(JudgeUnavailable, match="^judge openai/m at http://judge: gone"):
