@@ -399,6 +399,7 @@ def _replay(stored: Mapping[str, Any]) -> Completion | None:
         return None
     return replace(
         found,
+        error=None,
         paid=Paid(**{name: getattr(found, name) for name in _PAID}),
         dollars=0.0,
         estimated_dollars=0.0,

@@ -125,6 +125,8 @@ class Borrowed:
     """A server, borrowed for one request."""
 
     server: Server
+    number: int = 0
+    """Identifies the loan at whoever lends servers."""
     lost: bool = False
     """Set by the borrower if the connection failed or broke."""
 
