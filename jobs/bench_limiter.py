@@ -117,7 +117,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
     start, sent = clock(), list[Sent]()
 
     async def call(phase: str, rank: int, prompt: int, bytes_per_token: float) -> None:
-        grant = await line.lease(
+        number = await line.lease(
             LeaseRequest(
                 input_tokens=round(prompt * bytes_per_token) + 512, output_tokens=MAX_TOKENS, kind=phase, rank=rank
             )
@@ -125,7 +125,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
         reply = min(MAX_TOKENS, length(dice, phase, len(sent)))
         sent.append(Sent(clock() - start, prompt + reply))
         await asyncio.sleep(dice.uniform(1, 10) + reply / dice.uniform(40, 120))
-        await line.settle(grant.number, RequestResult(tokens=prompt + reply, output_tokens=reply))
+        await line.settle(number, RequestResult(tokens=prompt + reply, output_tokens=reply))
 
     async def group() -> None:
         while True:

@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import DracoError
-from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import UNSENT, LeaseRequest, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import NextAction, Outage
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.observability.logs import start_run_log
@@ -130,17 +130,12 @@ def requests_name(config: JudgeConfig, run: Path) -> str:
 class LimiterClient(NamedActor):
     """A `draco_ray.judging.limiter.Leases` that calls the actor."""
 
-    # Methods of the actor, provided by `__getattr__`.
+    # A method of the actor, provided by `__getattr__`.
     settle: Callable[[str, RequestResult], Coroutine[Any, Any, NextAction]]
-    give_back: Callable[[str], Coroutine[Any, Any, None]]
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> str:
         """See `draco_ray.judging.limiter.Leases.lease`."""
-        return await self.borrowed(self.__getattr__("lease")(asked), lambda grant: self.give_back(grant.number))
-
-    def abandon(self, number: str) -> None:
-        """See `draco_ray.judging.limiter.Leases.abandon`."""
-        self._handle.abandon.remote(number)
+        return await self.borrowed(self.__getattr__("lease")(asked), lambda number: self.settle(number, UNSENT))
 
 
 class RepliesActor(ReplyCache):

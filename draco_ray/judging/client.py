@@ -4,8 +4,8 @@ LiteLLM translates between providers, classifies errors and knows prices. Its re
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
 `draco_ray.judging.endpoint` sends the requests; `draco_ray.judging.outage` classifies errors and decides about retries.
-In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only if the judge
-has answered another request since; otherwise the judge is down for all calls, and this one waits.
+In a pool (``leases``) with ``max_outage_seconds`` an outage counts as one failure of a call, however often the call is
+sent meanwhile.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pydantic import TypeAdapter, ValidationError
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Completion, Request, reply_of
-from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
-from draco_ray.judging.limiter import Grant, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.endpoint import Endpoint, Server, Servers
+from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import (
     LOGGED_SECONDS,
     FailureKind,
@@ -34,6 +34,7 @@ from draco_ray.judging.outage import (
     advice,
     classify,
     disconnected,
+    is_away,
     is_busy,
     possibly_billed,
     seconds_to_pause,
@@ -66,19 +67,12 @@ class Call:
     asked: LeaseRequest
     key: str | None
     attempts: int
-    patient: bool
-    """If True, failures do not count as attempts while the judge answers no call at all."""
+    """Failures that it may still have."""
     started_at: float
     clock: float
     check: bool = False
     """Whether it is the startup check, which waits only for a busy endpoint."""
     requests: int = 0
-    own: int = 0
-    """Failures while the judge answered other calls."""
-    unexplained: int = 0
-    """Failures since the last reply to any call."""
-    answers: int = 0
-    """Replies of the pool at the last lease."""
     number: str = ""
     """Number of the latest request."""
     guessed: float = 0.0
@@ -86,45 +80,6 @@ class Call:
     waited: float = 0.0
     """Seconds spent waiting for leases."""
     error: BaseException | None = None
-
-    def note_failure(self, error: BaseException, billed: float, *, counts: bool = False) -> None:
-        """Note that a request failed.
-
-        Args:
-            error: the reason.
-            billed: dollars that may be charged anyway.
-            counts: whether the failure counts towards `attempts` even for a patient call.
-        """
-        self.error, self.guessed = error, self.guessed + billed
-        if self.patient and not counts:
-            self.unexplained += 1
-        else:
-            self.own += 1
-
-    def note_grant(self, grant: Grant) -> None:
-        """Note a lease for the next request; replies to other calls show whether the call caused the last failures."""
-        if grant.answers > self.answers:
-            # Another call was answered since; an outage may explain all but one of the failures.
-            self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
-        elif grant.alone and self.error is not None and not (unconnected(self.error) or is_busy(self.error)):
-            # The judge is reachable and no other call fails: the prompt may be the cause.
-            self.own, self.unexplained = self.own + self.unexplained, 0
-        self.answers = grant.answers
-
-    @property
-    def spent(self) -> bool:
-        """Whether all attempts are used up."""
-        return self.own >= self.attempts
-
-    def pause_seconds(self, hint: float | None, max_backoff: float) -> float:
-        """Seconds to wait before the next request.
-
-        Args:
-            hint: seconds that the endpoint asks us to wait, if it does.
-            max_backoff: maximum without a hint.
-        """
-        capped = None if hint is None else min(hint, max(max_backoff, LONGEST_HINT_SECONDS))
-        return seconds_to_pause(self.own + self.unexplained, capped, max_backoff)
 
 
 log = logging.getLogger(__name__)
@@ -224,47 +179,44 @@ class LiteLLMClient:
     async def _ask(self, call: Call) -> Completion:
         while True:
             async with self._servers.borrow(call.request) as borrowed:
-                result = await self._try(call, borrowed)
-            if isinstance(result, Completion):
-                return result
-            assert call.error is not None
-            if result is NextAction.STOP:
+                found = await self._send(call, borrowed.server)
+                if isinstance(found, Completion):
+                    return found
+                assert call.error is not None
+                borrowed.lost = disconnected(call.error)
+            if found is NextAction.STOP:
                 raise self._endpoint.refused(call.error)
-            if result is NextAction.FAIL or call.spent:
-                if unconnected(call.error) and (call.check or not call.patient):
-                    reason = self._endpoint.one_line(call.error)
-                    raise JudgeUnavailable(
-                        f"{self._endpoint.who()}: not reachable after {call.requests} attempts: {reason}; check "
-                        "judge.api_base"
-                    )
+            if found is NextAction.AGAIN or not self._patient or (call.check and not is_busy(call.error)):
+                call.attempts -= 1
+            if found is NextAction.FAIL or not call.attempts:
                 return self._failed(call, call.error)
-            await self._wait(call)
+            await self._wait(call, call.error)
 
-    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | NextAction:
-        """Take a lease and send one request."""
+    async def _send(self, call: Call, server: Server) -> Completion | NextAction:
+        """Send one request under a lease; returns its reply, or what to do with the call."""
         asked = time.perf_counter()
-        grant = await self._leases.lease(call.asked)
+        call.number = await self._leases.lease(call.asked)
         call.waited += time.perf_counter() - asked
-        call.note_grant(grant)
-        if call.spent and call.error is not None:
-            await self._leases.give_back(grant.number)
-            return self._failed(call, call.error)
-        result = await self._send(call, grant, borrowed.server)
-        if result is NextAction.AGAIN and call.error is not None:
-            borrowed.lost = disconnected(call.error)
-        return result
+        completion, ended = None, UNSENT
+        try:
+            if self._cache is not None:
+                await self._cache.begin(call.number, call.asked.dollars)
+            ended = LOST
+            completion, found = await self._request(call, server)
+            if self._cache is not None:
+                # Store the reply before using it, so that a kill loses neither the reply nor its cost.
+                reply = None if completion is None or call.key is None else (call.key, _stored(completion))
+                await self._cache.settle(call.number, found.dollars, reply)
+            ended = found
+        finally:
+            action = await self._leases.settle(call.number, ended)
+        return completion or action
 
-    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | NextAction:
-        """Send one request; returns its reply, or what to do with the call."""
+    async def _request(self, call: Call, server: Server) -> tuple[Completion | None, RequestResult]:
+        """Send one request; returns its reply, if any, and its result."""
         import openai
 
-        call.requests, call.number = call.requests + 1, grant.number
-        if self._cache is not None:
-            try:
-                await self._cache.begin(grant.number, call.asked.dollars)
-            except BaseException:
-                await self._leases.give_back(grant.number)
-                raise
+        call.requests += 1
         timeout = self._config.request_timeout_seconds
         try:
             # LiteLLM's timeout is per read on some transports; this one limits the whole request.
@@ -272,16 +224,9 @@ class LiteLLMClient:
                 response = await self._endpoint.complete(call.request, server, call.asked.output_tokens, timeout)
         # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
-            billed = possibly_billed(error)
-            ended = self._ended(call.asked, error, billed)
-            call.note_failure(error, ended.dollars, counts=call.check and not is_busy(error))
-            if self._cache is not None:
-                await self._cache.settle(grant.number, ended.dollars)
-            return await self._leases.settle(grant.number, ended)
-        except BaseException:
-            # The outcome is unknown, so the book keeps the request as unsettled.
-            self._leases.abandon(grant.number)
-            raise
+            ended = self._ended(call.asked, error)
+            call.error, call.guessed = error, call.guessed + ended.dollars
+            return None, ended
         usage, dollars, estimated = self._bill(response, call.asked)
         text, finish_reason = reply_of(response.choices[0] if response.choices else None)
         completion = Completion(
@@ -296,30 +241,24 @@ class LiteLLMClient:
             usage_known=not estimated,
             **self._about(call),
         )
-        if self._cache is not None:
-            # Store the reply before using it, so that a kill loses neither the reply nor its cost.
-            reply = None if call.key is None else (call.key, _stored(completion))
-            try:
-                await self._cache.settle(grant.number, dollars, reply)
-            except BaseException:
-                self._leases.abandon(grant.number)
-                raise
         tokens = usage.input_tokens + usage.output_tokens
-        result = RequestResult(tokens=tokens, output_tokens=usage.output_tokens, dollars=dollars, estimated=estimated)
-        await self._leases.settle(grant.number, result)
-        return completion
+        return completion, RequestResult(
+            tokens=tokens, output_tokens=usage.output_tokens, dollars=dollars, estimated=estimated
+        )
 
-    def _ended(self, most: CostBound, error: BaseException, billed: bool) -> RequestResult:
+    def _ended(self, most: CostBound, error: BaseException) -> RequestResult:
         """The result of a request without a reply; one that may be billed is booked at its maximum cost."""
-        return RequestResult(
-            tokens=most.input_tokens + most.output_tokens if billed else 0.0,
-            output_tokens=most.output_tokens if billed else 0.0,
-            dollars=most.dollars if billed else 0.0,
+        ended = RequestResult(
             estimated=True,
             trouble=classify(error),
             reason=self._endpoint.one_line(error),
             hint=self._endpoint.hint(error),
+            away=is_away(error),
         )
+        if not possibly_billed(error):
+            return ended
+        tokens = most.input_tokens + most.output_tokens
+        return replace(ended, tokens=tokens, output_tokens=most.output_tokens, dollars=most.dollars)
 
     @cached_property
     def _price(self) -> Price | None:
@@ -351,7 +290,6 @@ class LiteLLMClient:
             asked=LeaseRequest(**asdict(most), kind=request.phase or "", rank=rank, call=name),
             key=key,
             attempts=self._config.max_attempts,
-            patient=self._patient,
             started_at=time.time(),
             clock=time.perf_counter(),
         )
@@ -375,12 +313,22 @@ class LiteLLMClient:
         return usage, dollars or 0.0, False
 
     def _failed(self, call: Call, error: BaseException) -> Completion:
+        """The completion of a call that is given up.
+
+        Raises:
+            JudgeUnavailable: the judge cannot be reached, and nothing waits until it can.
+        """
+        reason = self._endpoint.one_line(error)
+        if unconnected(error) and (call.check or not self._patient):
+            raise JudgeUnavailable(
+                f"{self._endpoint.who()}: not reachable after {call.requests} attempts: {reason}; check judge.api_base"
+            )
         return Completion(
             text="",
             finish_reason="error" if classify(error) is FailureKind.OWN else "unavailable",
             dollars=call.guessed,
             estimated_dollars=call.guessed,
-            error=self._endpoint.one_line(error) + advice(error),
+            error=reason + advice(error),
             **self._about(call),
         )
 
@@ -395,18 +343,16 @@ class LiteLLMClient:
             "requests": call.requests,
         }
 
-    async def _wait(self, call: Call) -> None:
+    async def _wait(self, call: Call, error: BaseException) -> None:
         """Back off before this call's next request; pauses of the whole pool are added."""
-        error = call.error
-        assert error is not None
-        seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
+        hint, longest = self._endpoint.hint(error), self._config.max_backoff_seconds
+        if hint is not None:
+            hint = min(hint, max(longest, LONGEST_HINT_SECONDS))
+        seconds = seconds_to_pause(call.requests, hint, longest)
         log.log(
             logging.WARNING if seconds > LOGGED_SECONDS else logging.INFO,
             "%s: request %d: %s; again in %.1f s",
-            self._endpoint.who(),
-            call.requests,
-            self._endpoint.one_line(error),
-            seconds,
+            *(self._endpoint.who(), call.requests, self._endpoint.one_line(error), seconds),
         )
         await self._sleep(seconds)
 
@@ -433,20 +379,19 @@ async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
 
 
 _PAID = {each.name for each in fields(Paid)}
-_STORED = {each.name for each in fields(Completion)} - {"paid", "error"}
-"""Fields of a completion that are stored."""
 _COMPLETION = TypeAdapter(Completion)
 
 
 def _stored(completion: Completion) -> dict[str, object]:
-    return {name: getattr(completion, name) for name in _STORED}
+    stored = asdict(completion)
+    return {name: stored[name] for name in stored if name not in ("paid", "error")}
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion | None:
     """Return the stored reply, at no cost; None if it is damaged and the judge must be asked again."""
     try:
-        found = _COMPLETION.validate_python({name: stored[name] for name in _STORED})
-    except (KeyError, ValidationError):
+        found = _COMPLETION.validate_python(stored)
+    except ValidationError:
         log.warning(
             "a stored judge reply is damaged, so the request is sent again; the reply contains %s",
             str(sorted(stored))[:100],
@@ -454,7 +399,8 @@ def _replay(stored: Mapping[str, Any]) -> Completion | None:
         return None
     return replace(
         found,
-        paid=Paid(**{name: stored[name] for name in _PAID}),
+        error=None,
+        paid=Paid(**{name: getattr(found, name) for name in _PAID}),
         dollars=0.0,
         estimated_dollars=0.0,
         waited_seconds=0.0,

@@ -18,7 +18,6 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.file_judge import RECORDED
 from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.structured import StructuredOutput
 from draco_ray.judging.tokens import quiet_litellm, refused_parameters
 from draco_ray.records import Message
 
@@ -31,6 +30,9 @@ LEAST_CHARACTERS = 4096
 MOST_MARKS = 4
 """Anthropic's limit on marks in a request."""
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
+
+_REFUSALS = {400, 404, 422, 501}
+_NOT_THE_SCHEMAS_FAULT = ("ContextWindowExceededError", "ContentPolicyViolationError")
 
 Mode = Literal["auto", "on", "off"]
 
@@ -123,6 +125,8 @@ class Borrowed:
     """A server, borrowed for one request."""
 
     server: Server
+    number: int = 0
+    """Identifies the loan at whoever lends servers."""
     lost: bool = False
     """Set by the borrower if the connection failed or broke."""
 
@@ -137,6 +141,10 @@ class Servers(Protocol):
             JudgeUnavailable: there is no server.
         """
         ...
+
+
+def _may_refuse_a_schema(error: Exception) -> bool:
+    return getattr(error, "status_code", None) in _REFUSALS and type(error).__name__ not in _NOT_THE_SCHEMAS_FAULT
 
 
 def place_of(config: JudgeConfig) -> str:
@@ -163,7 +171,8 @@ class Endpoint:
     def __init__(self, config: JudgeConfig, role: str, settings: str) -> None:
         """Prepare it; nothing is sent yet. ``role`` and ``settings``: see `draco_ray.judging.client.LiteLLMClient`."""
         self._config, self._role, self._settings = config, role, settings
-        self.structured = StructuredOutput(config)
+        self.constrained = config.structured_output
+        """Whether schemas are sent: until the endpoint refuses one."""
         self._tokens_name = "max_tokens"
 
     def arguments(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -221,23 +230,29 @@ class Endpoint:
         arguments |= self._told(litellm, request, arguments["messages"])
         if server.api_base is not None:
             arguments["api_base"] = server.api_base
+        arguments |= {"api_key": server.key, "timeout": timeout, "num_retries": 0, "max_retries": 0}
+        # Do not consult LiteLLM's table of models that take a schema.
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": request.schema}}
+        constraint: dict[str, Any] = {"response_format": form, "allowed_openai_params": ["response_format"]}
+        if request.schema is None or not self.constrained:
+            constraint = {}
+        refusal = ""
         while True:
             name = self._tokens_name
             try:
-                return await self.structured.complete(
-                    litellm,
-                    request.schema,
-                    **arguments,
-                    **{name: max_tokens},
-                    api_key=server.key,
-                    timeout=timeout,
-                    num_retries=0,
-                    max_retries=0,
-                )
-            except litellm.BadRequestError as error:
-                if name != "max_tokens" or not wants_completion_tokens(error):
+                response = await litellm.acompletion(**arguments, **{name: max_tokens}, **constraint)
+            except Exception as error:
+                if name == "max_tokens" and wants_completion_tokens(error):
+                    self._tokens_name = "max_completion_tokens"
+                elif constraint and _may_refuse_a_schema(error):
+                    constraint, refusal = {}, self.one_line(error)[:200]
+                else:
                     raise
-                self._tokens_name = "max_completion_tokens"
+                continue
+            if refusal:
+                log.warning("%s refuses a JSON schema: %s; replies are parsed without one", self._config.model, refusal)
+                self.constrained = False
+            return response
 
     def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The arguments for the service tier and for the provider's prompt cache."""

@@ -61,18 +61,6 @@ class LeaseRequest(CostBound):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grant:
-    """A lease."""
-
-    number: str
-    """Unique over all runs."""
-    answers: int
-    """Number of replies that the whole pool had received before this lease."""
-    alone: bool = False
-    """Whether no other call failed since the last reply."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
     """The result of a request."""
 
@@ -87,13 +75,19 @@ class RequestResult:
     reason: str = ""
     hint: float | None = None
     """Seconds that the endpoint asks us to wait."""
+    away: bool = False
+    """Whether the endpoint is busy or cannot be reached, so that the request is not the cause."""
+
+
+UNSENT, LOST = (RequestResult(trouble=kind) for kind in (FailureKind.UNSENT, FailureKind.LOST))
+"""Results of a request that was not sent, and of one whose end is unknown."""
 
 
 class Leases(Protocol):
     """Source of a judge client's leases; in a run, `draco_ray.judging.actors.LimiterClient`."""
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
-        """Wait until a request may be sent.
+    async def lease(self, asked: LeaseRequest) -> str:
+        """Wait until a request may be sent; returns the lease's number, which is unique over all runs.
 
         Raises:
             BudgetSpent: it could exceed the budget.
@@ -102,15 +96,7 @@ class Leases(Protocol):
         ...
 
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
-        """Book the end of a lease's request; returns what to do with its call if there is no reply."""
-        ...
-
-    async def give_back(self, number: str) -> None:
-        """Take back a lease whose request was not sent."""
-        ...
-
-    def abandon(self, number: str) -> None:
-        """Drop a lease whose caller is gone; its request may be billed."""
+        """Book the end of a lease; returns what to do with its call if there is no reply."""
         ...
 
 
@@ -268,11 +254,11 @@ class Limiter:
         """Maximum cost of the requests in flight, in dollars."""
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
-    def lease(self, asked: LeaseRequest) -> tuple[Grant | None, float]:
+    def lease(self, asked: LeaseRequest) -> tuple[str | None, float]:
         """Ask for one request.
 
-        Returns: the lease and 0.0, or None and the seconds after which to ask again, infinity if only the settlement of
-            requests in flight can help.
+        Returns: the lease's number and 0.0, or None and the seconds after which to ask again, infinity if only the
+            settlement of requests in flight can help.
         Raises:
             BudgetSpent: nothing is in flight, and the request could cost more than is left.
             JudgeUnavailable: the judge has not answered for too long.
@@ -288,26 +274,26 @@ class Limiter:
             return None, math.inf
         expected = self._sizes.expected(asked)
         wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(expected, now))
-        return (None, wait) if wait > 0 else (self._grant(asked, expected, now), 0.0)
-
-    def _grant(self, asked: LeaseRequest, expected: float, now: float) -> Grant:
+        if wait > 0:
+            return None, wait
         self._requests.take(1, now)
+        number = f"{self._name}{uuid.uuid4().hex}"
+        self._leases[number] = _Lease(asked, self._tokens.take(expected, now), now, self.outage.down)
         self.outage.probing = self.outage.down
-        grant = Grant(
-            number=f"{self._name}{uuid.uuid4().hex}",
-            answers=self.outage.answers,
-            alone=self.outage.failing <= {asked.call},
-        )
-        use = self._tokens.take(expected, now)
-        self._leases[grant.number] = _Lease(asked, use, now, self.outage.down)
-        return grant
+        return number, 0.0
 
     def settle(self, number: str, ended: RequestResult) -> NextAction:
-        """Book the end of a lease's request. Its cost counts even if the lease has expired."""
+        """Book the end of a lease. The cost of a request counts even if its lease has expired."""
         now = self._clock()
+        lease = self._leases.pop(number, None)
+        if lease is not None and lease.probe:
+            self.outage.probing = False
+        if ended.trouble is FailureKind.LOST:
+            if lease is not None:
+                self._booked[number] = self._scale * lease.asked.dollars
+                self.spent += self._booked[number]
+            return NextAction.FAIL
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
-        lease = self._remove(number)
-        sent_at = now if lease is None else lease.at
         if lease is not None:
             if ended.trouble is None and not ended.estimated:
                 self._sizes.add(lease.asked, ended.tokens - ended.output_tokens, ended.output_tokens)
@@ -317,32 +303,12 @@ class Limiter:
         if ended.trouble is None:
             self.outage.answered(now)
             return NextAction.AGAIN
-        if lease is not None:
-            self.outage.failing.add(lease.asked.call)
-        return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
-
-    def give_back(self, number: str) -> None:
-        """Take back a lease whose request was not sent."""
-        lease = self._remove(number)
-        if lease is not None:
-            self._tokens.correct(lease.use, 0.0, self._clock())
-
-    def abandon(self, number: str) -> None:
-        """Book a request whose outcome will stay unknown at its maximum cost, since it may be billed."""
-        lease = self._remove(number)
-        if lease is not None:
-            self._booked[number] = self._scale * lease.asked.dollars
-            self.spent += self._booked[number]
+        call, sent_at = ("", now) if lease is None else (lease.asked.call, lease.at)
+        return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now, call=call, away=ended.away)
 
     def pause(self) -> Pause | None:
         """The current outage, if any."""
         return self.outage.pause(self._clock())
-
-    def _remove(self, number: str) -> _Lease | None:
-        lease = self._leases.pop(number, None)
-        if lease is not None and lease.probe:
-            self.outage.probing = False
-        return lease
 
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars
@@ -357,7 +323,7 @@ class Limiter:
 
     def _expire(self, now: float) -> None:
         for number in [each for each, lease in self._leases.items() if lease.at + self._lease_seconds <= now]:
-            self.abandon(number)
+            self.settle(number, LOST)
 
 
 @dataclass(order=True, slots=True)
@@ -365,7 +331,7 @@ class _Waiting:
     rank: int
     arrival: int
     asked: LeaseRequest = field(compare=False)
-    granted: asyncio.Future[Grant] = field(compare=False)
+    granted: asyncio.Future[str] = field(compare=False)
 
 
 class WaitingLine:
@@ -378,9 +344,9 @@ class WaitingLine:
         self._news = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> str:
         """See `Leases.lease`."""
-        granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, _Waiting(asked.rank, next(self._arrivals), asked, granted))
         self._news.set()
         if self._serving is None or self._serving.done():
@@ -390,7 +356,7 @@ class WaitingLine:
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 # The lease was granted just before the wait was cancelled: hand it back.
-                self.limiter.give_back(granted.result().number)
+                self.limiter.settle(granted.result(), UNSENT)
             raise
 
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
@@ -398,16 +364,6 @@ class WaitingLine:
         verdict = self.limiter.settle(number, ended)
         self._news.set()
         return verdict
-
-    async def give_back(self, number: str) -> None:
-        """See `Leases.give_back`."""
-        self.limiter.give_back(number)
-        self._news.set()
-
-    def abandon(self, number: str) -> None:
-        """See `Leases.abandon`."""
-        self.limiter.abandon(number)
-        self._news.set()
 
     async def pause(self) -> Pause | None:
         """The current outage, if any."""
@@ -422,14 +378,14 @@ class WaitingLine:
                 continue
             self._news.clear()
             try:
-                grant, wait = self.limiter.lease(first.asked)
+                number, wait = self.limiter.lease(first.asked)
             except Exception as error:
                 heapq.heappop(self._waiting)
                 first.granted.set_exception(error)
                 continue
-            if grant is not None:
+            if number is not None:
                 heapq.heappop(self._waiting)
-                first.granted.set_result(grant)
+                first.granted.set_result(number)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, LOOK_AGAIN_SECONDS)):

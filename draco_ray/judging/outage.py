@@ -46,12 +46,17 @@ class FailureKind(StrEnum):
     QUOTA_SPENT = "quota_spent"
     OWN = "own"
     """The request itself is the cause: too long, or flagged. The judge is available."""
+    UNSENT = "unsent"
+    LOST = "lost"
+    """Its end is unknown, so it may be billed."""
 
 
 class NextAction(StrEnum):
     """What to do with a call whose request had no reply."""
 
     AGAIN = "again"
+    WAIT = "wait"
+    """As `AGAIN`, but the judge is down, and the failure is not the call's own."""
     FAIL = "fail"
     STOP = "stop"
 
@@ -87,16 +92,14 @@ class Outage:
         self._reason = ""
         self._paused_at = -math.inf
         self._paused_until = -math.inf
-        self._logged_until = -math.inf
-        self._announced = False
-        self.failing: set[str] = set()
+        self._logged_until: float | None = None
+        """The end of the latest pause of this outage that was logged."""
+        self._failing: set[str] = set()
         """Calls that have failed since the last reply."""
         self.probing = False
         """Whether the single request of an outage is in flight."""
-        self._refusals = 0
-        self.answers = 0
-        """Replies so far, including refusals of single requests."""
-        self._answered = False
+        self._refusals = REFUSALS_TO_STOP - 1
+        """Refusals since the last reply; before the first reply one refusal stops the run."""
 
     @property
     def patient(self) -> bool:
@@ -116,7 +119,7 @@ class Outage:
 
     def given_up(self, now: float) -> str | None:
         """Why calls should stop waiting; None if they should continue."""
-        if self._since is None or not self.patient or now - self._since < self._max_seconds:
+        if self._since is None or now - self._since < self._max_seconds:
             return None
         return (
             f"{self._who}: no answer for {span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}); "
@@ -125,7 +128,7 @@ class Outage:
 
     def pause(self, now: float) -> Pause | None:
         """The current outage, if any."""
-        if self._since is None or not self._announced:
+        if self._since is None or self._logged_until is None:
             return None
         lasted = now - self._since
         return Pause(
@@ -137,11 +140,20 @@ class Outage:
 
     def answered(self, now: float) -> None:
         """Note that a reply came."""
-        self._answered = True
         self._refusals = 0
         self._well(now)
 
-    def failed(self, trouble: FailureKind, reason: str, hint: float | None, sent_at: float, now: float) -> NextAction:
+    def failed(
+        self,
+        trouble: FailureKind,
+        reason: str,
+        hint: float | None,
+        sent_at: float,
+        now: float,
+        *,
+        call: str = "",
+        away: bool = False,
+    ) -> NextAction:
         """Note that a request, sent at ``sent_at``, had no reply.
 
         Args:
@@ -150,18 +162,25 @@ class Outage:
             hint: seconds that the endpoint asks us to wait.
             sent_at: time of sending, on the clock of ``now``.
             now: seconds.
+            call: identifies the call over all its requests.
+            away: whether the request cannot be the cause.
         """
+        if trouble in (FailureKind.UNSENT, FailureKind.LOST):
+            return NextAction.FAIL
         if trouble is FailureKind.OWN:
             self._well(now)
             return NextAction.FAIL
         if trouble is FailureKind.QUOTA_SPENT:
             return NextAction.STOP
+        # An outage counts as one failure of a call. Where no other call fails, the request may be the cause.
+        own = call not in self._failing or (self._failing == {call} and not away)
+        self._failing.add(call)
         if trouble is FailureKind.REFUSED:
             self._refusals += 1
-            return NextAction.FAIL if self._answered and self._refusals < REFUSALS_TO_STOP else NextAction.STOP
+            return NextAction.FAIL if self._refusals < REFUSALS_TO_STOP else NextAction.STOP
         if self.patient:
             self._wait(trouble, reason, hint, sent_at, now)
-        return NextAction.AGAIN
+        return NextAction.AGAIN if own else NextAction.WAIT
 
     def _wait(self, trouble: FailureKind, reason: str, hint: float | None, sent_at: float, now: float) -> None:
         self._reason = reason
@@ -179,9 +198,9 @@ class Outage:
         ends = self._since + self._max_seconds
         self._paused_until = min(self._paused_until, max(now, ends))
         pause = self._paused_until - now
-        long = self._paused_until - max(now, self._logged_until) > LOGGED_SECONDS
-        if long or (not self._announced and self._rounds > ROUNDS_TO_PROBE):
-            self._announced, self._logged_until = True, self._paused_until
+        long = self._paused_until - max(now, self._logged_until or now) > LOGGED_SECONDS
+        if long or (self._logged_until is None and self._rounds > ROUNDS_TO_PROBE):
+            self._logged_until = self._paused_until
             asked = f"; it asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
                 "%s does not answer (%s%s): judging is paused, no rollout is dropped; next try in %s, the run stops "
@@ -190,11 +209,10 @@ class Outage:
             )
 
     def _well(self, now: float) -> None:
-        self.answers += 1
-        self.failing.clear()
-        if self._since is not None and self._announced:
+        self._failing.clear()
+        if self._since is not None and self._logged_until is not None:
             log.warning("%s answers again after %s: judging continues", self._who, span(now - self._since))
-        self._announced = False
+        self._logged_until = None
         # Only the backoff of an outage ends; a wait that a rate limit asked for continues.
         if self._rounds >= ROUNDS_TO_PROBE:
             self._paused_until = min(self._paused_until, now)
@@ -286,6 +304,11 @@ def possibly_billed(error: BaseException) -> bool:
             # A gateway has timed out; the server behind it may still make the reply.
             return cause.response.status_code in _TIMED_OUT
     return classify(error) in (FailureKind.TIMED_OUT, FailureKind.UNAVAILABLE)
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether the endpoint is busy, or cannot be reached: the request is not the cause."""
+    return is_busy(error) or unconnected(error)
 
 
 def is_busy(error: BaseException) -> bool:

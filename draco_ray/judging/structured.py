@@ -1,6 +1,4 @@
-"""The JSON schema of a phase's reply, and requests that send it.
-
-Whether an endpoint takes a schema (``response_format``) is not looked up: schemas are sent until one is refused.
+"""The JSON schema of a phase's reply, and the tag of its request.
 
 Providers write fields in the schema's order, so the schema has the order of the prompt's own example.
 """
@@ -9,19 +7,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.reply import ENTRIES, TAG, Entry
 
-log = logging.getLogger(__name__)
-
 JsonSchema = dict[str, Any]
-_REFUSALS = {400, 404, 422, 501}
-_NOT_THE_SCHEMAS_FAULT = ("ContextWindowExceededError", "ContentPolicyViolationError")
 
 
 def reply_schema(
@@ -79,37 +71,3 @@ def _plain(kind: Mapping[str, Any]) -> JsonSchema:
 
 def _object(fields: Mapping[str, Any]) -> JsonSchema:
     return {"type": "object", "properties": dict(fields), "required": [*fields], "additionalProperties": False}
-
-
-class StructuredOutput:
-    """Sends requests with a schema for as long as the endpoint takes it."""
-
-    def __init__(self, config: JudgeConfig) -> None:
-        self._model = config.model
-        self.constrained = config.structured_output
-        """Whether replies are constrained by a schema, as far as is known."""
-
-    async def complete(self, litellm: Any, schema: Mapping[str, Any] | None, **arguments: Any) -> Any:
-        """``litellm.acompletion``, constrained by ``schema`` if the endpoint takes one.
-
-        Raises:
-            OpenAIError: whatever the request without a schema raises.
-        """
-        reason = ""
-        if schema is not None and self.constrained:
-            form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
-            try:
-                # Do not consult LiteLLM's table of models that take a schema.
-                return await litellm.acompletion(
-                    **arguments, response_format=form, allowed_openai_params=["response_format"]
-                )
-            except Exception as error:
-                refused = getattr(error, "status_code", None) in _REFUSALS
-                if not refused or type(error).__name__ in _NOT_THE_SCHEMAS_FAULT:
-                    raise
-                reason = " ".join(str(error).split())[:200]
-        response = await litellm.acompletion(**arguments)
-        if reason:
-            log.warning("%s refuses a JSON schema: %s; replies are parsed without one", self._model, reason)
-            self.constrained = False
-        return response

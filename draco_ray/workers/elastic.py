@@ -136,11 +136,9 @@ class ElasticWorkers(Generic[WorkerT]):
 
         Raises: the error given to `mark_lost` or `fail_waiting`.
         """
-        pooled = self._free(group)
-        if pooled is not None and not self.waiting:
-            return self._given(pooled, group)
         future: asyncio.Future[PooledWorker[WorkerT]] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, (rank, next(self._arrivals), group, future))
+        self._serve()
         try:
             return await future
         except asyncio.CancelledError:

@@ -130,7 +130,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         self.ping_seconds, self.timeout_seconds, self._kind = ping_seconds, timeout_seconds, kind
         self._monitors: dict[PooledWorker[WorkerT], asyncio.Task[None]] = {}
         self._adjusting: asyncio.Task[None] | None = None
-        self._cancelled_calls: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
 
     def open(self) -> None:
         """Request the minimum number of workers and return at once; needs a running event loop."""
@@ -174,29 +174,26 @@ class MonitoredWorkers(Generic[WorkerT]):
             else:
                 pooled = await self.workers.acquire(rank)
             sent = send(pooled.worker)
-            answer = await self._finish(pooled, sent, ok)
+            # A worker continues with the call of a cancelled caller, so the slot stays in use until the call ends.
+            finishing = asyncio.create_task(self._finish(pooled, sent, ok))
+            self._calls.add(finishing)
+            finishing.add_done_callback(self._calls.discard)
+            answer = await asyncio.shield(finishing)
             if answer is not None:
                 return sent.handle, answer.result()
         return None
 
     async def drain(self, seconds: float) -> None:
-        """Wait for calls whose caller was cancelled, at most ``seconds``."""
-        if self._cancelled_calls:
-            await asyncio.wait(self._cancelled_calls, timeout=seconds)
+        """Wait for the calls in flight, also those whose caller was cancelled, at most ``seconds``."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=seconds)
 
     async def _finish(
         self, pooled: PooledWorker[WorkerT], sent: PendingCall[HandleT, AnswerT], ok: Callable[[AnswerT], bool]
     ) -> asyncio.Future[AnswerT] | None:
         """Wait for a call's answer; None if its worker was abandoned or is out of reach."""
         answer = asyncio.ensure_future(sent.answer)
-        try:
-            await _answered_or_abandoned(pooled, answer)
-        except asyncio.CancelledError:
-            # The worker continues with the call, so the slot stays in use until the call ends.
-            task = asyncio.create_task(self._release_after(pooled, answer))
-            self._cancelled_calls.add(task)
-            task.add_done_callback(self._cancelled_calls.discard)
-            raise
+        await _answered_or_abandoned(pooled, answer)
         ended = answer.done() and not answer.cancelled()
         error = answer.exception() if ended else None
         # Do this before releasing the slot, or a retry of this call would take the slot.
@@ -210,12 +207,6 @@ class MonitoredWorkers(Generic[WorkerT]):
         answer.cancel()
         sent.cancel()
         return None
-
-    async def _release_after(self, pooled: PooledWorker[WorkerT], answer: asyncio.Future[AnswerT]) -> None:
-        await asyncio.wait({answer})
-        # Retrieve the error, so that asyncio does not report it as never retrieved.
-        _ = answer.cancelled() or answer.exception()
-        self._release(pooled)
 
     def _release(self, pooled: PooledWorker[WorkerT]) -> None:
         if pooled in self.workers.pooled:
@@ -268,14 +259,11 @@ class MonitoredWorkers(Generic[WorkerT]):
         while True:
             answer = asyncio.create_task(self._ping(pooled))
             try:
-                if not await self._answered(answer):
-                    answered = pooled.up
-                    if answered:
-                        log.warning("%s %d does not answer", self._kind, pooled.number)
+                if not await self._answered(answer) and pooled.up:
+                    log.warning("%s %d does not answer", self._kind, pooled.number)
                     self.workers.mark_down(pooled)
-                    if answered:
-                        await _answered_or_abandoned(pooled, answer)
-                    if answered and not answer.done():
+                    await _answered_or_abandoned(pooled, answer)
+                    if not answer.done():
                         log.warning("%s %d is restarted", self._kind, pooled.number)
                         self._restart(pooled.worker)
                 await answer

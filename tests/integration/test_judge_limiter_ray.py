@@ -14,7 +14,7 @@ import ray
 from draco_ray.config.schema import JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.actors import LimiterClient, start_judge_limiter
-from draco_ray.judging.limiter import LeaseRequest, RequestResult
+from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, RequestResult
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.runs.directory import RunDirectory
@@ -47,12 +47,9 @@ async def test_leases_are_given_waited_for_given_up_and_refused(own_ray: None, t
     await asyncio.sleep(0)
     assert await handle.pause.remote() is None
     giving_up.cancel()
-    assert await client.settle(first.number, RequestResult(tokens=20, dollars=0.3)) is NextAction.AGAIN
-    second = await waiting
-    assert second.answers >= 1
-    await client.give_back(second.number)
-    third = await client.lease(asked(0.7))
-    client.abandon(third.number)
+    assert await client.settle(first, RequestResult(tokens=20, dollars=0.3)) is NextAction.AGAIN
+    await client.settle(await waiting, UNSENT)
+    await client.settle(await client.lease(asked(0.7)), LOST)
     with pytest.raises(BudgetSpent, match=r"\$1\.0000 of judge\.limits\.dollars=1"):
         await client.lease(asked(0.1))
 
@@ -65,19 +62,19 @@ async def test_a_limiter_that_was_killed_goes_on_with_the_book(own_ray: None, tm
     handle, client = started
     book = ReplyCache(run.judge_cache)
     done, under_way = await client.lease(asked(0.5)), await client.lease(asked(0.4))
-    for grant, most in ((done, 0.5), (under_way, 0.4)):
-        await book.begin(grant.number, most)
-    await book.settle(done.number, 0.45, ("key", {"text": "paid for"}))
+    for number, most in ((done, 0.5), (under_way, 0.4)):
+        await book.begin(number, most)
+    await book.settle(done, 0.45, ("key", {"text": "paid for"}))
     # What the limiter had to know of it is lost with its process.
     pid = await handle.__ray_call__.remote(lambda self: os.getpid())
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(BudgetSpent, match=r"\$0\.4500"):
         await client.lease(asked(0.6))
-    assert await client.settle(under_way.number, RequestResult(dollars=0.05)) is NextAction.AGAIN
-    grant = await client.lease(asked(0.5))
+    assert await client.settle(under_way, RequestResult(dollars=0.05)) is NextAction.AGAIN
+    number = await client.lease(asked(0.5))
 
     # An outage reaches every caller as one line.
-    verdict = await client.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
+    verdict = await client.settle(number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
     assert verdict is NextAction.AGAIN
     await asyncio.sleep(0.3)
     with pytest.raises(JudgeUnavailable, match=r"judge\.max_outage_seconds=0\.2"):

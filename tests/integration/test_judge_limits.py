@@ -19,7 +19,7 @@ from draco_ray.judging.actors import JudgeLimiterActor, requests_name
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.limiter import Grant, LeaseRequest, RequestResult
+from draco_ray.judging.limiter import LeaseRequest, RequestResult
 from draco_ray.judging.outage import NextAction
 from draco_ray.judging.phases import Score
 from draco_ray.judging.prompts import load_prompts
@@ -44,17 +44,11 @@ class DirectLeases:
     def __init__(self, limiter: JudgeLimiterActor) -> None:
         self.actor = limiter
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> str:
         return await self.actor.lease(asked)
 
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
         return await self.actor.settle(number, ended)
-
-    async def give_back(self, number: str) -> None:
-        await self.actor.give_back(number)
-
-    def abandon(self, number: str) -> None:
-        self.actor.abandon(number)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import LeaseRequest, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
@@ -47,7 +47,7 @@ class Told(WaitingLine):
         self.asked: list[LeaseRequest] = []
         self.ended: list[RequestResult] = []
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> str:
         self.asked.append(asked)
         return await super().lease(asked)
 
@@ -411,7 +411,7 @@ async def test_a_replayed_reply_says_what_it_was_paid_with(tmp_path: Path) -> No
 
 async def test_what_a_call_waits_for_leave_is_told_from_what_the_judge_takes(tmp_path: Path) -> None:
     class Slow(Told):
-        async def lease(self, asked: LeaseRequest) -> Grant:
+        async def lease(self, asked: LeaseRequest) -> str:
             await asyncio.sleep(0.2)
             return await super().lease(asked)
 

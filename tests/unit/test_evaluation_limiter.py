@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
-from draco_ray.judging.limiter import LeaseRequest, RequestResult
+from draco_ray.judging.limiter import LOST, LeaseRequest, RequestResult
 from draco_ray.judging.pricing import check_budget
 from draco_ray.lab.evaluation.api_policy import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
 
@@ -26,12 +26,12 @@ async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path
     assert dollars_spent(book) == 0.0
     first = EvaluationLimiterActor(CONFIG, book)
     for cost in (0.25, 0.5):
-        await first.settle((await first.lease(asked(0.5))).number, RequestResult(dollars=cost))
+        await first.settle(await first.lease(asked(0.5)), RequestResult(dollars=cost))
     assert dollars_spent(book) == 0.75
     second = EvaluationLimiterActor(CONFIG, book)
     with pytest.raises(BudgetSpent, match=r"\$0\.7500 of judge\.limits\.dollars=1 is spent"):
         await second.lease(asked(0.5))
-    second.abandon((await second.lease(asked(0.25))).number)
+    await second.settle(await second.lease(asked(0.25)), LOST)
     # Nobody knows what became of it: it may be billed.
     assert json.loads(book.read_text()) == {"dollars": 1.0}
 

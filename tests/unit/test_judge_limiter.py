@@ -19,7 +19,9 @@ from draco_ray.judging.limiter import (
     BURST_SHARE,
     LEARNED_AFTER,
     LOOK_AGAIN_SECONDS,
+    LOST,
     PACE,
+    UNSENT,
     WINDOW_SECONDS,
     LeaseRequest,
     Limiter,
@@ -54,8 +56,8 @@ def ended(tokens: float, dollars: float = 0.0) -> RequestResult:
 
 
 def lease(limiter: Limiter, tokens: float = 1.0, dollars: float = 0.0) -> tuple[str, float]:
-    grant, wait = limiter.lease(asked(tokens, dollars))
-    return ("" if grant is None else grant.number), wait
+    number, wait = limiter.lease(asked(tokens, dollars))
+    return number or "", wait
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 86400.0])
@@ -214,7 +216,7 @@ def test_a_lease_of_a_dead_holder_is_booked_as_possibly_billed(clock: Clock) -> 
 def test_a_request_that_was_not_sent_costs_nothing(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=100), clock=clock)
     number, _ = lease(limiter, 100, 0.9)
-    limiter.give_back(number)
+    limiter.settle(number, UNSENT)
     assert (limiter.spent, limiter.reserved) == (0.0, 0.0)
     assert lease(limiter, 100, 0.9)[1] == 0.0
 
@@ -247,12 +249,12 @@ def test_whatever_happens_the_books_stay_within_the_budget(requests: list[tuple[
         if fate == "answer":
             open_leases.append((number, most * share))
         elif fate == "cancel":
-            limiter.abandon(number)
+            limiter.settle(number, LOST)
             billed += most * share
         elif fate == "die":
             billed += most * share
         else:
-            limiter.give_back(number)
+            limiter.settle(number, UNSENT)
         if len(open_leases) > 3:
             number, dollars = open_leases.pop(0)
             limiter.settle(number, ended(1, dollars))
@@ -268,14 +270,14 @@ async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Cloc
     order: list[str] = []
 
     async def wait(name: str, rank: int) -> None:
-        grant = await outcome(line.lease(LeaseRequest(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank)))
+        number = await outcome(line.lease(LeaseRequest(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank)))
         order.append(name)
-        await line.settle(grant.number, RequestResult())
+        await line.settle(number, RequestResult())
 
     names = [("stage1 a", 0), ("stage1 b", 0), ("credit", -4), ("score", -3), ("credit late", -4)]
     tasks = [asyncio.create_task(wait(name, rank)) for name, rank in names]
     await asyncio.sleep(0)
-    await line.settle(first.number, RequestResult())
+    await line.settle(first, RequestResult())
     await outcome(asyncio.gather(*tasks))
     assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
 
@@ -296,9 +298,9 @@ async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
     waiting = [asyncio.create_task(line.lease(asked(1, 1.0))) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    await line.settle(first.number, RequestResult())
+    await line.settle(first, RequestResult())
     waiting[1].cancel()
-    assert (await outcome(waiting[2])).number
+    assert await outcome(waiting[2])
     assert line.limiter.reserved == 1.0
 
 
@@ -307,7 +309,7 @@ async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> No
     first = await outcome(line.lease(asked(1, 0.6)))
     waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
     await asyncio.sleep(0)
-    await line.settle(first.number, ended(1, 0.5))
+    await line.settle(first, ended(1, 0.5))
     results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
     assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
 
@@ -328,9 +330,9 @@ def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock,
         case "settled":
             limiter.settle(number, ended(1))
         case "given back":
-            limiter.give_back(number)
+            limiter.settle(number, UNSENT)
         case "abandoned":
-            limiter.abandon(number)
+            limiter.settle(number, LOST)
         case _:
             clock.now += 600.0
     assert lease(limiter)[0]
@@ -340,8 +342,8 @@ def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock,
 
 def test_a_lease_that_nobody_knows_can_be_given_back_or_up(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
-    limiter.give_back("of an earlier limiter")
-    limiter.abandon("of an earlier limiter")
+    limiter.settle("of an earlier limiter", UNSENT)
+    limiter.settle("of an earlier limiter", LOST)
     assert (limiter.spent, limiter.reserved) == (0.0, 0.0)
 
 
@@ -351,8 +353,8 @@ async def test_who_hands_a_lease_back_lets_the_next_one_go(clock: Clock) -> None
     task = asyncio.create_task(line.lease(asked(1, 1.0)))
     await turns(5)
     assert not task.done()
-    await line.give_back(first.number)
-    assert (await outcome(task)).number != first.number
+    await line.settle(first, UNSENT)
+    assert await outcome(task) != first
     assert (line.limiter.spent, line.limiter.reserved) == (0.0, 1.0)
 
 
@@ -360,8 +362,8 @@ async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clo
     line = WaitingLine(Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock))
     assert await line.pause() is None
     for _ in range(4):
-        grant = await outcome(line.lease(asked(1)))
-        await line.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
+        number = await outcome(line.lease(asked(1)))
+        await line.settle(number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
         clock.now += 60
     assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
 
@@ -395,25 +397,30 @@ async def test_whoever_waits_for_time_alone_is_served_without_news(
     await loop.pass_(LOOK_AGAIN_SECONDS - 0.1)
     assert not task.done()
     await loop.pass_(0.1)
-    assert (await outcome(task)).number
+    assert await outcome(task)
 
 
-def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
-    """A call tells by it whether failures were its own (`draco_ray.judging.client`)."""
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock, name="run-")
-    limiter.settle(lease(limiter)[0], ended(1))
-    for _ in range(3):
-        limiter.settle(lease(limiter)[0], RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
-        clock.now += 60
-    grant, _ = limiter.lease(asked(1))
-    assert grant is not None
-    assert grant.number.startswith("run-")
-    assert (grant.answers, grant.alone) == (1, True)
-    limiter.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
-    clock.now += 120
-    other, _ = limiter.lease(LeaseRequest(input_tokens=0, output_tokens=1, call="another"))
-    assert other is not None
-    assert (other.answers, other.alone) == (1, False)
+def test_a_failure_is_its_calls_own_unless_the_judge_is_down(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), clock=clock, name="run-")
+    away = RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503", away=True)
+
+    def fails(call: str, ended: RequestResult) -> NextAction:
+        clock.now += 120
+        number, _ = limiter.lease(LeaseRequest(input_tokens=0, output_tokens=1, call=call))
+        assert number is not None
+        assert number.startswith("run-")
+        return limiter.settle(number, ended)
+
+    assert [fails("a", away) for _ in range(3)] == [NextAction.AGAIN, NextAction.WAIT, NextAction.WAIT]
+    broken = RequestResult(trouble=FailureKind.UNAVAILABLE, reason="500")
+    assert fails("a", broken) is NextAction.AGAIN
+    assert [fails("b", broken), fails("b", broken), fails("a", broken)] == [
+        NextAction.AGAIN,
+        NextAction.WAIT,
+        NextAction.WAIT,
+    ]
+    limiter.settle("another call's", ended(1))
+    assert [fails("a", away), fails("b", away)] == [NextAction.AGAIN] * 2
 
 
 def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_request(clock: Clock) -> None:
@@ -513,9 +520,9 @@ def test_a_window_and_its_pace_in_numbers() -> None:
 async def test_a_lease_that_nobody_waits_for_is_booked_and_the_next_one_may_go(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 0.6)))
-    line.abandon(first.number)
+    await line.settle(first, LOST)
     assert (line.limiter.spent, line.limiter.reserved) == (0.6, 0.0)
-    assert (await outcome(line.lease(asked(1, 0.4)))).number
+    assert await outcome(line.lease(asked(1, 0.4)))
 
 
 def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
@@ -523,20 +530,20 @@ def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
     request = LeaseRequest(input_tokens=400, output_tokens=1000, kind="score")
 
     def counted(request: LeaseRequest) -> float:
-        grant, _ = limiter.lease(request)
-        assert grant is not None
-        amount = limiter._leases[grant.number].use.amount
-        limiter.give_back(grant.number)
+        number, _ = limiter.lease(request)
+        assert number is not None
+        amount = limiter._leases[number].use.amount
+        limiter.settle(number, UNSENT)
         return amount
 
     for number in range(LEARNED_AFTER):
         # Until enough have ended, with the most that it can use.
         assert counted(request) == 400 + 1000
-        grant, _ = limiter.lease(request)
-        assert grant is not None
+        leased, _ = limiter.lease(request)
+        assert leased is not None
         clock.now += 5
         written = 10 + 4 * (number % 2)
-        limiter.settle(grant.number, RequestResult(tokens=100 + written, output_tokens=written))
+        limiter.settle(leased, RequestResult(tokens=100 + written, output_tokens=written))
     # A quarter of a token a byte; mean 12 and standard deviation 2 of the reply.
     assert counted(request) == pytest.approx(100 + 12 + 2)
     # Of another kind of reply nothing is known yet.
@@ -553,6 +560,6 @@ async def test_nobody_overtakes_who_waits_for_room(clock: Clock) -> None:
     await turns(20)
     assert (large.done(), small.done()) == (False, False)
     clock.now += WINDOW_SECONDS
-    line.abandon("wakes it")
+    await line.settle("wakes it", LOST)
     await outcome(large)
     small.cancel()

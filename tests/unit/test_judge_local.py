@@ -18,7 +18,6 @@ from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local.server import (
     STARTS,
-    StallDetector,
     VllmJudgeServer,
     reasoning_words,
     serve_words,
@@ -428,22 +427,6 @@ async def test_servers_that_cannot_be_asked_for_now_are_asked_for_later(caplog: 
         await until(lambda: len(fleet.replicas) == 2)
         await fleet.up(2)
         assert [(await outcome(call)).number for call in calls] == [0, 1]
-
-
-def test_a_stall_is_a_while_without_a_token() -> None:
-    now = 0.0
-    stall = StallDetector(60.0, lambda: now)
-    assert not stall.suspected(10.0)
-    now = 59.0
-    assert not stall.suspected(10.0)
-    assert not stall.suspected(11.0)
-    now = 118.0
-    assert not stall.suspected(None)
-    now = 119.0
-    assert stall.suspected(None)
-    assert stall.suspected(11.0)
-    stall.cleared()
-    assert not stall.suspected(11.0)
 
 
 def config(tmp_path: Path | None = None, **local: object) -> JudgeConfig:

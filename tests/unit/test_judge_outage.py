@@ -10,7 +10,17 @@ import pytest
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.limiter import LeaseRequest, Limiter, RequestResult
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_PROBE, FailureKind, NextAction, Outage, Pause, span
+from draco_ray.judging.outage import (
+    FIRST_BACKOFF_SECONDS,
+    REFUSALS_TO_STOP,
+    ROUNDS_TO_PROBE,
+    FailureKind,
+    NextAction,
+    Outage,
+    Pause,
+    seconds_to_pause,
+    span,
+)
 
 NOBODY = math.inf
 
@@ -156,7 +166,6 @@ def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rat
     outage = Outage(max_seconds=600)
     outage.failed(FailureKind.OWN, "too long", None, 0.0, 0.0)
     outage.answered(0.0)
-    assert outage.answers == 2
     now = down(outage, 0.0)
     assert outage.seconds_to_wait(now) > 0
     outage.answered(now)
@@ -197,6 +206,45 @@ def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_u
     assert outage.failed(FailureKind.QUOTA_SPENT, "quota", None, 3, 3) is NextAction.STOP
 
 
+def failures(outage: Outage, *calls: str, away: bool = False) -> list[bool]:
+    """Which failures are the calls' own; each is tried again."""
+    found = [outage.failed(FailureKind.TIMED_OUT, "late", None, 0, 0, call=call, away=away) for call in calls]
+    assert set(found) <= {NextAction.AGAIN, NextAction.WAIT}
+    return [action is NextAction.AGAIN for action in found]
+
+
+def test_a_request_that_fails_alone_may_be_the_cause_unless_the_judge_is_away() -> None:
+    assert failures(Outage(), *"aaa") == [True] * 3
+    assert failures(Outage(), *"aaa", away=True) == [True, False, False]
+
+
+def test_an_outage_counts_as_one_failure_of_a_call() -> None:
+    outage = Outage(max_seconds=600)
+    for _ in range(3):
+        assert failures(outage, *"abababba") == [True, True] + [False] * 6
+        outage.answered(0.0)
+    # An answer to a single request is one as well.
+    assert failures(outage, *"ab") == [True, True]
+    outage.failed(FailureKind.OWN, "too long", None, 0, 0, call="c")
+    assert failures(outage, *"ab", away=True) == [True, True]
+
+
+def test_what_was_not_sent_or_has_no_known_end_says_nothing_of_the_judge() -> None:
+    outage = Outage(max_seconds=600)
+    assert failures(outage, *"ab") == [True, True]
+    for nothing in (FailureKind.UNSENT, FailureKind.LOST):
+        assert outage.failed(nothing, "", None, 0, 0, call="c") is NextAction.FAIL
+    assert failures(outage, *"ab") == [False, False]
+    assert Outage().failed(FailureKind.REFUSED, "401", None, 0, 0) is NextAction.STOP
+
+
+def test_waits_double_up_to_the_most_and_never_end_before_the_endpoints_own_hint() -> None:
+    for failed in range(1, 80):
+        ceiling = min(60.0, FIRST_BACKOFF_SECONDS * 2.0 ** (failed - 1))
+        assert ceiling / 2 <= seconds_to_pause(failed, None, 60.0) <= ceiling
+        assert 7.0 <= seconds_to_pause(failed, 7.0, 60.0) <= 8.0
+
+
 def test_a_flagged_prompt_fails_its_call_however_often() -> None:
     outage = Outage()
     assert {outage.failed(FailureKind.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {NextAction.FAIL}
@@ -223,16 +271,14 @@ class Pool:
         """Calls that were answered."""
         waiting, answered = calls, 0
         while waiting:
-            grant, wait = self.limiter.lease(LeaseRequest(input_tokens=1, output_tokens=1))
-            if grant is None:
+            number, wait = self.limiter.lease(LeaseRequest(input_tokens=1, output_tokens=1))
+            if number is None:
                 assert wait < NOBODY
                 self.now += wait
                 continue
             self.sent += 1
             well = self.now >= 60 * self.minutes_down
-            self.limiter.settle(
-                grant.number, RequestResult(trouble=None if well else FailureKind.UNAVAILABLE, reason="503")
-            )
+            self.limiter.settle(number, RequestResult(trouble=None if well else FailureKind.UNAVAILABLE, reason="503"))
             if well:
                 waiting, answered = waiting - 1, answered + 1
         return answered

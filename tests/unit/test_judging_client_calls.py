@@ -9,7 +9,6 @@ import math
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +23,7 @@ from draco_ray.judging import pricing
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.endpoint import Borrowed, Server
-from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
@@ -59,33 +58,19 @@ class Pool(WaitingLine):
         self.asked: list[LeaseRequest] = []
         self.ended: list[RequestResult] = []
         self.numbers: list[str] = []
-        self.abandoned: list[str] = []
-        self.given_back: list[str] = []
-        self.others = 0
-        """Replies that others have had before each lease."""
 
-    async def lease(self, asked: LeaseRequest) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> str:
         self.asked.append(asked)
         assert len(self.asked) < 50, "asked for leases without end"
         self.clock.now += 1.0
-        grant = await super().lease(asked)
-        grant = replace(grant, answers=grant.answers + self.others * len(self.asked))
-        self.numbers.append(grant.number)
-        return grant
+        self.numbers.append(await super().lease(asked))
+        return self.numbers[-1]
 
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
         assert number in self.numbers
         self.ended.append(ended)
         found = await super().settle(number, ended)
         return found if self.verdict is None else self.verdict
-
-    async def give_back(self, number: str) -> None:
-        self.given_back.append(number)
-        await super().give_back(number)
-
-    def abandon(self, number: str) -> None:
-        self.abandoned.append(number)
-        super().abandon(number)
 
 
 def said(text: Any = "fine", **usage: int) -> Any:
@@ -282,7 +267,7 @@ async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows
         tokens=bound.input_tokens + bound.output_tokens, output_tokens=bound.output_tokens, dollars=bound.dollars,
         estimated=True, trouble=FailureKind.TIMED_OUT, reason="no answer within 20 s",
     )  # fmt: skip
-    assert refused == RequestResult(estimated=True, trouble=FailureKind.RATE_LIMITED, reason="slow down")
+    assert refused == RequestResult(estimated=True, trouble=FailureKind.RATE_LIMITED, reason="slow down", away=True)
     assert fine == RequestResult(tokens=110, output_tokens=10, dollars=paid)
     assert read_book(tmp_path).settled == dict(
         zip(scripted.pool.numbers, [bound.dollars, 0.0, pytest.approx(paid)], strict=True)
@@ -328,7 +313,7 @@ async def test_a_request_whose_end_nobody_saw_stays_in_the_book(
     scripted = Scripted(monkeypatch, asyncio.CancelledError(), folder=tmp_path)
     with pytest.raises(asyncio.CancelledError):
         await scripted()
-    assert scripted.pool.abandoned == scripted.pool.numbers
+    assert scripted.pool.ended == [LOST]
     assert read_book(tmp_path).under_way == {scripted.pool.numbers[0]: most().dollars}
 
 
@@ -342,12 +327,12 @@ async def test_a_reply_that_cannot_be_kept_is_abandoned_and_one_that_cannot_be_b
     monkeypatch.setattr(scripted.cache, "settle", full)
     with pytest.raises(OSError, match="full"):
         await scripted()
-    assert scripted.pool.abandoned == scripted.pool.numbers
+    assert scripted.pool.ended == [LOST]
     scripted = Scripted(monkeypatch, said(), folder=tmp_path)
     monkeypatch.setattr(scripted.cache, "begin", full)
     with pytest.raises(OSError, match="full"):
         await scripted()
-    assert (scripted.sent, scripted.pool.given_back) == ([], scripted.pool.numbers)
+    assert (scripted.sent, scripted.pool.ended) == ([], [UNSENT])
 
 
 async def test_an_answer_is_replayed_at_no_cost_until_it_is_forgotten(
@@ -534,7 +519,7 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
     await scripted.client.check()
     ((request, _, tokens, _),) = scripted.sent
     assert (request, tokens) == (client_module.PROBE_REQUEST, client_module.PROBE_TOKENS)
-    assert scripted.client._endpoint.structured.constrained
+    assert scripted.client._endpoint.constrained
     for attempts, requests in ((9, client_module.CHECK_ATTEMPTS), (2, 2)):
         scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 9, max_attempts=attempts)
         with pytest.raises(JudgeUnavailable, match="^judge openai/m at http://judge: gone"):
@@ -602,15 +587,30 @@ async def test_a_call_that_fails_while_others_are_answered_may_fail_so_often_and
 ) -> None:
     script = (trouble(500, "once"), trouble(500, "twice"))
     scripted = Scripted(monkeypatch, *script, max_attempts=2, max_outage_seconds=0.5)
-    scripted.pool.others = 1
     completion = await scripted()
-    # Whose failure the second one was is known with the third lease, which nothing is sent with.
     assert len(scripted.sent) == 2
-    _, second, unused = scripted.pool.numbers
-    assert scripted.pool.given_back == [unused]
+    _, second = scripted.pool.numbers
     assert (completion.error, completion.requests, completion.call_id) == ("twice", 2, second)
-    assert (completion.waited_seconds, completion.seconds) == (3.0, 223.0)
+    assert (completion.waited_seconds, completion.seconds) == (2.0, 122.0)
     assert completion.dollars == pytest.approx(sum(ended.dollars for ended in scripted.pool.ended))
+
+
+async def test_failures_of_an_outage_are_no_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripted = Scripted(monkeypatch, *[trouble(500)] * 20, said(), max_attempts=1, verdict=NextAction.WAIT)
+    completion = await scripted()
+    assert (completion.text, completion.requests) == ("fine", 21)
+
+
+async def test_the_wait_that_an_endpoint_asks_of_a_call_is_a_minute_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("random.uniform", lambda least, most: most)
+    script = [trouble(429)] * 4
+    scripted = Scripted(monkeypatch, *script, said(), max_attempts=9, max_outage_seconds=0)
+    hints = [0.0, 2.0, 10.0, 100.0]
+    given = iter([hint for hint in hints for _ in range(2)])
+    monkeypatch.setattr(scripted.client._endpoint, "hint", lambda error: next(given))
+    await scripted()
+    # A tenth longer than asked for, and no more than a second.
+    assert scripted.naps == [0.0, 2.2, 11.0, 61.0]
 
 
 async def test_a_server_is_given_back_as_lost_only_if_its_own_connection_failed(

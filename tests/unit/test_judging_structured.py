@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -11,11 +12,13 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
+from draco_ray.judging.completion import Request
+from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.example import EXAMPLES
 from draco_ray.judging.phases import PHASES, AttributionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import CriterionEntry
-from draco_ray.judging.structured import StructuredOutput, reply_schema
+from draco_ray.judging.structured import reply_schema
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]
 
@@ -83,19 +86,27 @@ class Provider:
         return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
 
 
-async def texts(structured: StructuredOutput, provider: Provider, times: int = 1) -> list[str]:
+def endpoint(**config: Any) -> Endpoint:
+    return Endpoint(JudgeConfig(prompt_cache="off", **config), "judge", "judge.model")
+
+
+async def texts(endpoint: Endpoint, provider: Provider, times: int = 1) -> list[str]:
     found = []
-    for _ in range(times):
-        choice = (await structured.complete(provider, {"type": "object"}, temperature=0.5)).choices[0]
-        assert choice.finish_reason == "stop"
-        found.append(choice.message.content)
+    request = Request(messages=(), schema={"type": "object"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("draco_ray.judging.endpoint.quiet_litellm", lambda: provider)
+        patch.setattr("draco_ray.judging.endpoint.refused_parameters", lambda *_, **__: None)
+        for _ in range(times):
+            choice = (await endpoint.complete(request, Server(None, "key"), 100, 1.0)).choices[0]
+            assert choice.finish_reason == "stop"
+            found.append(choice.message.content)
     return found
 
 
 async def test_a_schema_is_sent_wherever_it_is_not_switched_off() -> None:
     provider = Provider()
-    assert await texts(StructuredOutput(JudgeConfig(model="xai/grok-9")), provider) == ["reply"]
-    structured = StructuredOutput(JudgeConfig(structured_output=False))
+    assert await texts(endpoint(model="xai/grok-9"), provider) == ["reply"]
+    structured = endpoint(structured_output=False)
     assert await texts(structured, provider) == ["reply"]
     assert not structured.constrained
     assert provider.sent == ["response_format", "plain"]
@@ -105,7 +116,7 @@ async def test_a_schema_is_sent_wherever_it_is_not_switched_off() -> None:
 async def test_an_endpoint_that_refuses_a_schema_is_asked_without(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    provider, structured = Provider("response_format", error=Refused(status)), StructuredOutput(JudgeConfig(model="m"))
+    provider, structured = Provider("response_format", error=Refused(status)), endpoint(model="m")
     assert await texts(structured, provider, 2) == ["reply"] * 2
     assert provider.sent == ["response_format", "plain", "plain"]
     assert not structured.constrained
@@ -115,7 +126,7 @@ async def test_an_endpoint_that_refuses_a_schema_is_asked_without(
 
 
 async def test_what_is_refused_without_a_schema_too_or_for_another_reason_does_not_speak_against_schemas() -> None:
-    structured = StructuredOutput(JudgeConfig(model="m"))
+    structured = endpoint(model="m")
     everything = ("response_format", "plain")
     for provider, requests in (
         (Provider(*everything, error=Refused(500)), 1),
@@ -129,3 +140,23 @@ async def test_what_is_refused_without_a_schema_too_or_for_another_reason_does_n
     provider = Provider()
     await texts(structured, provider)
     assert provider.sent == ["response_format"]
+
+
+async def test_the_newer_name_of_the_limit_does_not_speak_against_schemas() -> None:
+    """Nor if a request that was sent under the older name ends after another has learned the newer one."""
+    made, provider = endpoint(model="m"), Provider()
+    says = Refused(400, "use max_completion_tokens, not max_tokens")
+    sending, names = asyncio.Barrier(2), list[tuple[str, bool]]()
+
+    async def acompletion(**arguments: Any) -> Any:
+        (name,) = (each for each in arguments if each.endswith("_tokens"))
+        names.append((name, "response_format" in arguments))
+        if name == "max_tokens":
+            await sending.wait()
+            raise says
+        return await Provider().acompletion(**arguments)
+
+    provider.acompletion = acompletion  # type: ignore[method-assign]
+    assert await asyncio.gather(texts(made, provider), texts(made, provider)) == [["reply"], ["reply"]]
+    assert names == [("max_tokens", True)] * 2 + [("max_completion_tokens", True)] * 2
+    assert made.constrained

@@ -289,7 +289,7 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
         holder.calls[0].set_exception(ValueError("nobody reads this"))
     await outcome(draining)
     assert two.workers.in_flight == 0
-    assert not two.watched._cancelled_calls
+    assert not two.watched._calls
     # Nor does asyncio complain that nobody has.
     del asked, draining
     holder.calls.clear()

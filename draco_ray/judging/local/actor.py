@@ -14,7 +14,7 @@ from draco_ray.judging.actors import LEASE_GRACE_SECONDS, OPTIONS, NamedActor
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed, Server
 from draco_ray.judging.local.server import VllmJudgeServer
-from draco_ray.judging.local.servers import JudgeServers, Lease
+from draco_ray.judging.local.servers import JudgeServers
 from draco_ray.judging.phases import urgency
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
@@ -73,12 +73,11 @@ class ServersClient(NamedActor):
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
         """See `Servers.borrow`."""
         waiting = self.acquire(request.group, urgency(request.phase))
-        lease: Lease = await self.borrowed(waiting, lambda lease: self.release(lease.number))
-        borrowed = Borrowed(lease.server)
+        borrowed: Borrowed = await self.borrowed(waiting, lambda unused: self.release(unused.number))
         try:
             yield borrowed
         finally:
-            self._handle.release.remote(lease.number, borrowed.lost)
+            self._handle.release.remote(borrowed.number, borrowed.lost)
 
 
 def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, ServersClient] | None:

@@ -95,25 +95,6 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
     return ["--reasoning-parser", "deepseek_r1"] if thinks else []
 
 
-class StallDetector:
-    """Detects a hung server: no new token for a while, and none on request."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._tokens: float | None = None
-        self._since = clock()
-
-    def suspected(self, tokens: float | None) -> bool:
-        """Whether ``tokens``, the total number read and written (None: unknown), has not changed for too long."""
-        if tokens is not None and tokens != self._tokens:
-            self._tokens, self._since = tokens, self._clock()
-        return self._clock() - self._since >= self._seconds
-
-    def cleared(self) -> None:
-        """Note that the server has answered."""
-        self._since = self._clock()
-
-
 class VllmJudgeServer:
     """A `vllm serve` process and its API key."""
 
@@ -131,8 +112,10 @@ class VllmJudgeServer:
         self._child: Child | None = None
         self._base = ""
         self._began = clock()
-        self._stall: StallDetector | None = None
-        """Set once the server has answered."""
+        self._progress_at: float | None = None
+        """Time of the last sign of progress; None until the server has answered."""
+        self._tokens: float | None = None
+        """Number of tokens that it had read and written then, if known."""
         self._failures = 0
         """Number of starts in a row that ended before the server answered."""
 
@@ -155,9 +138,7 @@ class VllmJudgeServer:
         if child.returncode is not None:
             child.end()
             return self._again(child)
-        if self._stall is None:
-            return self._loading()
-        return self._watched(self._stall)
+        return self._loading() if self._progress_at is None else self._watched(self._progress_at)
 
     def end(self) -> None:
         """End the server."""
@@ -172,14 +153,14 @@ class VllmJudgeServer:
         environment = openai_server.server_environment(engine_of(self._config.local), model, self._key, withheld)
         words = serve_words(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
-        self._began, self._stall = self._clock(), None
+        self._began, self._progress_at, self._tokens = self._clock(), None, None
         return f"loads {model}{why}"
 
     def _again(self, child: Child) -> str:
         """Restart a server that has ended."""
         self._child = None
         why = f"ended with exit code {child.returncode}"
-        self._failures += self._stall is None
+        self._failures += self._progress_at is None
         if self._failures >= STARTS:
             raise JudgeUnavailable(
                 f"the judge's vLLM server of {served_model(self._config.model)} {why} {STARTS} times before it "
@@ -193,7 +174,7 @@ class VllmJudgeServer:
             names = openai_server.served_names(client)
         seconds = self._clock() - self._began
         if names is not None:
-            self._stall, self._failures = StallDetector(local.stall_seconds, self._clock), 0
+            self._progress_at, self._failures = self._clock(), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
             return f"loads {model}"
@@ -203,21 +184,24 @@ class VllmJudgeServer:
             f"{local.start_timeout_seconds:g}; see {self._log}"
         )
 
-    def _watched(self, stall: StallDetector) -> Server | str:
-        if stall.suspected(self._tokens()):
+    def _watched(self, progress_at: float) -> Server | str:
+        """A server hangs if it produces no token for a while, and none on request."""
+        tokens, stall_seconds = self._all_tokens(), self._config.local.stall_seconds
+        if tokens is not None and tokens != self._tokens:
+            self._tokens, self._progress_at = tokens, self._clock()
+        elif self._clock() - progress_at >= stall_seconds:
             if not self._answers():
                 self.end()
-                seconds = self._config.local.stall_seconds
                 return self._start(
-                    f", because the previous server produced no token for {seconds:g} s, even when probed"
+                    f", because the previous server produced no token for {stall_seconds:g} s, even when probed"
                 )
-            stall.cleared()
+            self._progress_at = self._clock()
         return self._serving()
 
     def _serving(self) -> Server:
         return Server(api_base=f"{self._base}/v1", key=self._key)
 
-    def _tokens(self) -> float | None:
+    def _all_tokens(self) -> float | None:
         with contextlib.suppress(httpx.HTTPError), self._client(LOOK_SECONDS) as client:
             return sum(float(count) for count in _TOKENS.findall(client.get("/metrics").text))
         return None

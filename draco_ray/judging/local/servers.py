@@ -18,7 +18,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import LocalJudgeConfig
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.endpoint import Server
+from draco_ray.judging.endpoint import Borrowed, Server
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable
@@ -39,14 +39,6 @@ class Place:
     """What is said of it while it is not up."""
     server: Server | None = None
     """Its last known address; None until it serves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lease:
-    """The server of a call."""
-
-    number: int
-    server: Server
 
 
 class JudgeServers(MonitoredWorkers[Place]):
@@ -111,7 +103,7 @@ class JudgeServers(MonitoredWorkers[Place]):
         for pooled in self.workers.pooled:
             self._end_server(pooled.worker)
 
-    async def acquire(self, group: str = "", rank: int = 0) -> Lease:
+    async def acquire(self, group: str = "", rank: int = 0) -> Borrowed:
         """Wait for a server with a free slot, the lowest rank first; the first call opens the pool.
 
         Raises:
@@ -122,7 +114,7 @@ class JudgeServers(MonitoredWorkers[Place]):
         assert pooled.worker.server is not None
         number = next(self._numbers)
         self._leases[number] = (pooled, self._clock() + self._lease_seconds)
-        return Lease(number=number, server=pooled.worker.server)
+        return Borrowed(pooled.worker.server, number)
 
     def release(self, number: int, lost: bool = False) -> None:
         """End a lease; ``lost``: its server could not be reached, so it gets no further calls for now."""

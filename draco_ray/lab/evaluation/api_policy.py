@@ -151,16 +151,8 @@ class EvaluationLimiterActor(LimiterActor):
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
         """See `LimiterActor.settle`."""
         verdict = await super().settle(number, ended)
-        self._keep()
-        return verdict
-
-    def abandon(self, number: str) -> None:
-        """See `LimiterActor.abandon`."""
-        super().abandon(number)
-        self._keep()
-
-    def _keep(self) -> None:
         write_whole(self._book, json.dumps({"dollars": self.limiter.spent}))
+        return verdict
 
 
 def dollars_spent(book: Path) -> float:
