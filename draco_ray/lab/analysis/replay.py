@@ -7,7 +7,6 @@ If a reply is unusable, all its criteria count as unanswered, which is a disagre
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.rows import columns, grouped, table_of
+from draco_ray.lab.rows import columns, grouped, mean, table_of
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
@@ -44,7 +43,7 @@ PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
 
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
-"""Rates of `Agreement` that come with an interval."""
+"""Measures of `agreement` that come with an interval."""
 
 REPLAYED = columns(
     "string: run judge",
@@ -247,12 +246,10 @@ async def _ask(complete: Completer, call: ArchivedCall) -> tuple[list[_Answer] |
     return await ask_once(complete, call.prompt, citations, credit_schema(call.prompt, count, call.steps))
 
 
-def _ratings(rows: Sequence[Row]) -> tuple[IntArray, IntArray]:
-    """The ratings of the reference and of the other judge."""
-    return (
-        np.array([row["reference"] for row in rows]),
-        np.array([UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]),
-    )
+def _counts(rows: Sequence[Row]) -> IntArray:
+    """The `contingency` of the reference and the other judge."""
+    other = [UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]
+    return contingency(np.array([row["reference"] for row in rows]), np.array(other))
 
 
 def _overlaps(rows: Sequence[Row]) -> list[float]:
@@ -261,21 +258,18 @@ def _overlaps(rows: Sequence[Row]) -> list[float]:
     return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")
-
-
 def _compare(rows: Sequence[Row]) -> Row:
-    found: Row = dataclasses.asdict(agreement(*_ratings(rows)))
-    found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
-    return found | {"citation_overlap": _mean(_overlaps(rows))}
+    found = agreement(_counts(rows))
+    return found | {"always_pass": found["passes"] / len(rows), "citation_overlap": mean(_overlaps(rows))}
 
 
 def _intervals(rows: Sequence[Row]) -> dict[str, float]:
-    clusters = grouped(rows, "training_step", "task_id")
-    bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
-    overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
-    bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
+    clusters = grouped(rows, "training_step", "task_id").values()
+    bounds = agreement_intervals([_counts(mine) for mine in clusters])
+    overlap = clustered_interval([[(index, 1) for index in _overlaps(mine)] for mine in clusters])
+    bounds["citation_overlap"] = overlap.low, overlap.high
     return {
-        f"{name}_{side}": both[place] for name, both in bounds.items() for place, side in enumerate(("low", "high"))
+        f"{name}_{side}": limit
+        for name in (*WITH_INTERVAL, "citation_overlap")
+        for side, limit in zip(("low", "high"), bounds[name], strict=True)
     }

@@ -22,7 +22,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +47,8 @@ CEILING = "ceiling"
 
 _SIDES = ("reference_", "")
 """Prefixes of the columns about the run's criteria and about the other judge's."""
+_PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
+"""Share of paired criteria -> the column with all of them."""
 _SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -284,26 +285,22 @@ def _summary(rows: Sequence[Row]) -> Row:
         "comparisons": len(rows),
         "unanswered": ratio(sum(row["error"] is not None for row in rows), len(rows)),
         "unpaired": ratio(len(rows) - len(paired), len(rows)),
-        **{name: share(paired) for name, share in _SHARES_PAIRED.items()},
+        **{
+            name: ratio(sum(len(row["paired"]) for row in paired), sum(len(row[titles]) for row in paired))
+            for name, titles in _PAIRED_OF.items()
+        },
         "reference_criteria": ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
         "criteria": ratio(sum(len(row["titles"]) for row in answered), len(answered)),
         **shares,
     }
 
 
-def _paired_of(titles: str, rows: Sequence[Row]) -> float:
-    """The paired share of all criteria in that column."""
-    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row[titles]) for row in rows))
-
-
-_SHARES_PAIRED = {"recall": partial(_paired_of, "reference_titles"), "precision": partial(_paired_of, "titles")}
-
-
 def _intervals(rows: Sequence[Row]) -> dict[str, float]:
-    clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
-    if not clusters:
-        return {}
-    found = {name: clustered_interval(clusters, share) for name, share in _SHARES_PAIRED.items()}
+    clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id").values()
+    found = {
+        name: clustered_interval([[(len(row["paired"]), len(row[titles])) for row in mine] for mine in clusters])
+        for name, titles in _PAIRED_OF.items()
+    }
     return {f"{name}_{side}": getattr(each, side) for name, each in found.items() for side in ("low", "high")}
 
 
