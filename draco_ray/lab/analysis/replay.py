@@ -7,7 +7,6 @@ If a reply is unusable, all its criteria count as unanswered, which is a disagre
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,7 +30,7 @@ from draco_ray.lab.analysis.agreement import (
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.rows import columns, grouped, mean, table_of
-from draco_ray.records import Criterion, IntArray, Message, Verdict
+from draco_ray.records import Criterion, IntArray, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
 
@@ -82,46 +81,44 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
     """
     found = []
     for step in run.steps() if steps is None else steps:
-        rubrics: dict[str, dict[int, Criterion]] = defaultdict(dict)
-        for row in run.table("criteria", step).to_pylist():
-            rubrics[row["task_id"]][row["criterion"]] = Criterion(**columns_of(Criterion, row))
-        turns = {
-            (row["task_id"], row["rollout"]): row["steps"]
-            for row in run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
+        criteria = {
+            (row["task_id"], row["criterion"]): Criterion(**columns_of(Criterion, row))
+            for row in run.table("criteria", step).to_pylist()
         }
-        answers = {
-            Score.name: _answers(run.table("verdicts", step).to_pylist()),
-            Credit.name: _answers(run.table("citations", step).to_pylist()),
+        played = run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
+        steps_of = {(row["task_id"], row["rollout"]): row["steps"] for row in played}
+        given = {
+            phase: grouped(run.table(table, step).to_pylist(), "task_id", "rollout")
+            for phase, table in ((Score.name, "verdicts"), (Credit.name, "citations"))
         }
         calls = [call for call in phase_calls(run, step, phases) if call["rollout"] is not None]
         for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
-            verdicts, rubric = sorted(answers[phase].get((task_id, rollout), {}).items()), rubrics[task_id]
-            if verdicts and all(index in rubric for index, _ in verdicts):
-                made = turns.get((task_id, rollout), 0)
-                reference: list[Row] = [
-                    {
-                        "training_step": step,
-                        "task_id": task_id,
-                        "rollout": rollout,
-                        "phase": phase,
-                        "rollout_steps": made,
-                        "criterion": index,
-                        "title": rubric[index].title,
-                        "reference": int(verdict),
-                        "reference_steps": sorted(cited),
-                    }
-                    for index, (verdict, cited) in verdicts
-                ]
-                found.append(
-                    ArchivedCall(
-                        training_step=step,
-                        phase=phase,
-                        prompt=first_prompt(asked),
-                        steps=made,
-                        rubric=tuple(rubric[index] for index, _ in verdicts),
-                        reference=tuple(reference),
-                    )
+            answers = sorted(grouped(given[phase][task_id, rollout], "criterion").items())
+            if not answers or any((task_id, index) not in criteria for index, _ in answers):
+                continue
+            made = steps_of.get((task_id, rollout), 0)
+            about = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
+            reference: list[Row] = [
+                {
+                    **about,
+                    "rollout_steps": made,
+                    "criterion": index,
+                    "title": criteria[task_id, index].title,
+                    "reference": rows[0]["verdict"],
+                    "reference_steps": sorted(row["step"] for row in rows if row.get("step") is not None),
+                }
+                for index, rows in answers
+            ]
+            found.append(
+                ArchivedCall(
+                    training_step=step,
+                    phase=phase,
+                    prompt=first_prompt(asked),
+                    steps=made,
+                    rubric=tuple(criteria[task_id, index] for index, _ in answers),
+                    reference=tuple(reference),
                 )
+            )
     return found
 
 
@@ -198,15 +195,6 @@ def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
     if unknown := sorted(set(steps) - set(run.steps())):
         known = run.steps()
         raise ConfigError(f"{run.path}: no training step {unknown[0]}; expected {known[0]} to {known[-1]}")
-
-
-def _answers(rows: list[Row]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:
-    found: dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]] = defaultdict(dict)
-    for row in rows:
-        answer = found[row["task_id"], row["rollout"]].setdefault(row["criterion"], (Verdict(row["verdict"]), []))
-        if row.get("step") is not None:
-            answer[1].append(row["step"])
-    return found
 
 
 async def ask_once(
