@@ -110,8 +110,8 @@ def step_measures(rollout: JudgedRollout) -> dict[str, Observation]:
         by_rule = (_auroc(np.arange(rollout.steps) == step, planted_M) for step in blamed)
         found["blame_auroc"] = (_auroc(blame_M, planted_M), 0.5, *by_rule)
     if share is not None and share.advantage < 0:
-        pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
-        found["push_share"] = (float(pushes[planted_M].sum()), *hits)
+        push_M = push_shares(share.step_advantage_M, rollout.tokens_M)
+        found["push_share"] = (float(push_M[planted_M].sum()), *hits)
         found["grpo_share"] = (float(rollout.tokens_M[planted_M].sum() / rollout.tokens_M.sum()), *hits)
     return found
 
