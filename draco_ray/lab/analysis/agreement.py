@@ -158,7 +158,7 @@ def ratio(part: float, whole: float) -> float:
 def _categories(counts: IntArray) -> int:
     """Number of distinct verdicts that either grader gives, at least two."""
     answered = counts[:, :-1]
-    return max(2, np.count_nonzero(answered.sum(axis=0) + answered.sum(axis=1)))
+    return max(2, int(np.count_nonzero(answered.sum(axis=0) + answered.sum(axis=1))))
 
 
 def _measures(counts: IntArray, categories: int) -> dict[str, Any]:
