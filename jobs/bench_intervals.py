@@ -21,7 +21,7 @@ import numpy as np
 import typer
 from scipy.special import expit, stdtrit
 
-from draco_ray.lab.analysis.agreement import RATINGS, agreement, agreement_intervals, contingency
+from draco_ray.lab.analysis.agreement import agreement, agreement_intervals, contingency
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference, rate_interval
 from draco_ray.lab.evaluation.measures import pass_hat_k
 from draco_ray.records import BoolArray, FloatArray, IntArray
@@ -203,17 +203,17 @@ def judges(repeats: int) -> None:
     for groups, (name, slip, spread) in itertools.product(SCENARIOS, GRADERS):
         random = np.random.default_rng(groups)
         whole = grades(np.random.default_rng(1), slip, spread, TRUTH // 4).sum(axis=0)
-        truth = agreement(*ratings(whole))
+        truth = agreement(whole)
         found: dict[str, list[list[Bounds]]] = {measure: [] for measure in ("agreement", "kappa", "ac1", "false_pass")}
         for _ in range(repeats):
             bounds = agreement_intervals(list(grades(random, slip, spread, groups)))
             for measure, rows in found.items():
                 rows.append([bounds[measure]])
         for measure, rows in found.items():
-            line(groups, name, measure, getattr(truth, measure), rows)
+            line(groups, name, measure, truth[measure], rows)
 
 
-def grades(random: np.random.Generator, slip: float, spread: float, groups: int) -> FloatArray:
+def grades(random: np.random.Generator, slip: float, spread: float, groups: int) -> IntArray:
     """A `contingency` of each group: the reference passes most, the other slips at log-odds ``slip``."""
     group_C1 = random.normal(0, spread, (groups, 1))
     reference_CJ = random.random((groups, JUDGMENTS)) < expit(1.0 + random.normal(0, 1.0, (groups, 1)))
@@ -225,13 +225,6 @@ def grades(random: np.random.Generator, slip: float, spread: float, groups: int)
             for mine, theirs in zip(reference_CJ, other_CJ, strict=True)
         ]
     )
-
-
-def ratings(table: FloatArray) -> tuple[IntArray, IntArray]:
-    """Ratings that have this `contingency`."""
-    cells = [(RATINGS[row], RATINGS[column]) for row in range(3) for column in range(3)]
-    counts = table[:, :3].ravel().astype(int)
-    return tuple(np.repeat([cell[side] for cell in cells], counts) for side in (0, 1))  # type: ignore[return-value]
 
 
 def mean_of(value_GST: FloatArray, design: Design) -> ClusteredMean:

@@ -12,8 +12,8 @@ from rich.table import Table
 
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
+from draco_ray.lab.simulation import scaling
 from draco_ray.lab.simulation.recorded import RecordedRun, Step, read_run
-from draco_ray.lab.simulation.scaling import GPUS, SIZES, Size, error, on_gpus, predict, size_of, stalled_by, throughput
 from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.step import SimulatedStep, Speeds
 from draco_ray.runs.directory import RunDirectory
@@ -48,30 +48,31 @@ def simulate_run(
     changed = {name: value for name, value in setting.items() if value is not None}
     speeds = fit(run.steps, run)
     _print_speeds(run, speeds)
-    _print_predictions(predict(run, seed), "each predicted from the speeds of the others")
+    _print_predictions(scaling.predict(run, seed), "each predicted from the speeds of the others")
     if other is not None:
         compared = read_run(RunDirectory.open(other.resolve()))
         by = f"{compared.name}, predicted from the speeds of {run.name}"
-        _print_predictions(predict(run, seed, compared), by)
+        _print_predictions(scaling.predict(run, seed, compared), by)
     if staleness:
-        _print_throughput(run, speeds, changed, sorted(set(staleness)), min(rollouts or SIZES[1:2]), seed)
+        _print_throughput(run, speeds, changed, sorted(set(staleness)), min(rollouts or scaling.SIZES[1:2]), seed)
         return
     sizes = []
-    for size in sorted(rollouts or SIZES):
+    for size in sorted(rollouts or scaling.SIZES):
         with console.status(f"simulating {size:,} rollouts"):
-            sizes.append(size_of(run, replace(run.setting, **changed), speeds, size, seed))
+            settings = replace(run.setting, **changed), scaling.grown_setting(run, size)
+            sizes.append([scaling.size_of(run, setting, speeds, size, seed) for setting in settings])
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
         f"\nother sizes, with the run's settings{' except ' + said if said else ''}; and scaled: slots, engines, "
         "learner workers, judge workers and judge limits grow in proportion to the rollouts"
     )
-    columns = [_column(size) for size in sizes]
+    columns = [_column(*size) for size in sizes]
     table = Table(box=None, pad_edge=False, show_header=False)
     for name in columns[0]:
         table.add_row(name, *(column[name] for column in columns))
     console.print(table)
-    for each in sizes:
-        console.print(f"longest path of {each.rollouts:,} rollouts: {_path(each.as_set.path)}")
+    for as_set, _ in sizes:
+        console.print(f"longest path of {as_set.rollouts:,} rollouts: {_path(as_set.step.path)}")
 
 
 def _print_throughput(
@@ -87,25 +88,25 @@ def _print_throughput(
     )
     # A row is printed as soon as it is known: large ones take minutes.
     console.print("  ".join(("GPUs", "engines", *(f"staleness {ahead:<2}" for ahead in staleness))))
-    for gpus in GPUS:
-        setting = on_gpus(run, replace(run.setting, **changed), gpus)
+    for gpus in scaling.GPUS:
+        setting = scaling.on_gpus(run, replace(run.setting, **changed), gpus)
         with console.status(f"simulating {gpus} GPUs"):
-            rates = [throughput(run, replace(setting, staleness=n), speeds, rollouts, seed) for n in staleness]
+            rates = [scaling.throughput(run, replace(setting, staleness=n), speeds, rollouts, seed) for n in staleness]
         console.print("  ".join((f"{gpus:4}", f"{setting.engines:7}", *(f"{rate:12,.0f}" for rate in rates))))
 
 
-def _column(size: Size) -> dict[str, str]:
-    grown = size.grown
+def _column(as_set: scaling.Size, scaled: scaling.Size) -> dict[str, str]:
+    grown = scaled.setting
     limits = [f"{n:,.0f}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
     return {
-        "rollouts per step": f"{size.rollouts:,}",
-        "judge": f"${size.dollars:,.2f}",
-        "step, run's settings": f"{size.as_set.seconds:,.0f} s",
-        "bottleneck": stalled_by(size.as_set) or "nothing",
-        "GPU-hours": f"{size.gpu_hours:,.2f}",
-        "step, scaled": f"{size.as_grown.seconds:,.0f} s",
-        "bottleneck, scaled": stalled_by(size.as_grown) or "nothing",
-        "GPU-hours, scaled": f"{size.grown_gpu_hours:,.2f}",
+        "rollouts per step": f"{as_set.rollouts:,}",
+        "judge": f"${as_set.dollars:,.2f}",
+        "step, run's settings": f"{as_set.step.seconds:,.0f} s",
+        "bottleneck": scaling.stalled_by(as_set.step) or "nothing",
+        "GPU-hours": f"{as_set.gpu_hours:,.2f}",
+        "step, scaled": f"{scaled.step.seconds:,.0f} s",
+        "bottleneck, scaled": scaling.stalled_by(scaled.step) or "nothing",
+        "GPU-hours, scaled": f"{scaled.gpu_hours:,.2f}",
         **{name: f"{getattr(grown, name):,}" for name in ("engines", "slots")},
         "learner workers": f"× {grown.learners:,.0f}",
         "judge workers": f"{grown.judge_workers:,}",
@@ -141,9 +142,9 @@ def _print_predictions(predictions: Sequence[tuple[Step, SimulatedStep]], how: s
     for step, simulated in predictions:
         console.print(
             f"step {step.number}: recorded {step.seconds:.1f} s, simulated {simulated.seconds:.1f} s "
-            f"({error(step, simulated):+.1%}): {_path(simulated.path)}"
+            f"({scaling.error(step, simulated):+.1%}): {_path(simulated.path)}"
         )
-    console.print(f"median error {statistics.median(abs(error(*each)) for each in predictions):.1%}")
+    console.print(f"median error {statistics.median(abs(scaling.error(*each)) for each in predictions):.1%}")
 
 
 def _path(path: Mapping[str, float]) -> str:

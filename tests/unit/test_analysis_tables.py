@@ -134,9 +134,9 @@ def test_a_short_run_has_no_empty_windows(run: RunDirectory) -> None:
 
 
 def test_push_shares_follow_tokens_and_advantage() -> None:
-    assert push_shares([0.0, 1.05], [2, 4]) == [0.0, 1.0]
-    assert push_shares([-1.05, -0.525], [2, 4]) == [0.5, 0.5]
-    assert push_shares([0.0, 0.0], [2, 4]) == [0.0, 0.0]
+    assert push_shares([0.0, 1.05], [2, 4]).tolist() == [0.0, 1.0]
+    assert push_shares([-1.05, -0.525], [2, 4]).tolist() == [0.5, 0.5]
+    assert push_shares([0.0, 0.0], [2, 4]).tolist() == [0.0, 0.0]
 
 
 def test_terminations_are_shares_of_the_step(run: RunDirectory) -> None:

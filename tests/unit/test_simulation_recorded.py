@@ -17,7 +17,7 @@ from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.simulation.recorded import read_run
-from draco_ray.lab.simulation.scaling import error, predict, size_of, stalled_by
+from draco_ray.lab.simulation.scaling import error, grown_setting, predict, size_of, stalled_by
 from draco_ray.lab.simulation.speeds import fit
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
@@ -65,18 +65,15 @@ def test_steps_are_predicted_by_the_others(run: RunDirectory) -> None:
 
 def test_another_size_is_predicted(run: RunDirectory) -> None:
     recorded = read_run(run)
-    size = size_of(recorded, recorded.setting, fit(recorded.steps, recorded), rollouts=8, seed=0)
-    assert size.rollouts == 8
-    assert stalled_by(size.as_set) == "slots"
-    assert (size.grown.slots, size.grown.engines, size.grown.judge_workers) == (
-        4,
-        2,
-        2 * recorded.setting.judge_workers,
-    )
+    speeds, larger = fit(recorded.steps, recorded), grown_setting(recorded, 8)
+    size, grown = (size_of(recorded, each, speeds, rollouts=8, seed=0) for each in (recorded.setting, larger))
+    assert size.rollouts == grown.rollouts == 8
+    assert stalled_by(size.step) == "slots"
+    assert (larger.slots, larger.engines, larger.judge_workers) == (4, 2, 2 * recorded.setting.judge_workers)
     # Seven phases of two cents are asked of a group of two, and one of stage1 and union each.
-    assert size.dollars == pytest.approx(4 * 8 * 0.02)
-    assert size.as_grown.seconds < size.as_set.seconds
-    assert size.grown_gpu_hours == pytest.approx((2 * 2 + 2 * 1) * size.as_grown.seconds / 3600)
+    assert size.dollars == grown.dollars == pytest.approx(4 * 8 * 0.02)
+    assert grown.step.seconds < size.step.seconds
+    assert grown.gpu_hours == pytest.approx((2 * 2 + 2 * 1) * grown.step.seconds / 3600)
 
 
 def said(directory: Path, **options: object) -> str:

@@ -4,68 +4,51 @@ The reference is the judge whose verdicts a run used. If the other grader did no
 `UNANSWERED`: a disagreement in ``agreement`` and in the rates whose denominator is the reference's verdicts
 (``balanced_accuracy``, ``false_pass``, ``false_fail``). Chance, kappa, alpha and AC1 leave it out, as they compare
 answers.
+
+================== =====================================================================================================
+measure            of the judgments
+================== =====================================================================================================
+judgments          their number
+passes             those that the reference passes: the denominator of ``false_fail``
+fails              those that the reference fails: the denominator of ``false_pass``
+unanswered         share that the other grader left without a verdict
+agreement          share with equal verdicts, N/A included
+chance             agreement that two independent graders with these margins would reach
+kappa              Cohen's coefficient over pass, fail and N/A
+alpha              Krippendorff's coefficient, nominal
+ac1                Gwet's coefficient, which does not collapse if nearly all verdicts are equal; its number of
+                   categories is the number of distinct verdicts that either grader gives, at least two
+balanced_accuracy  mean recall: for each verdict the reference gives, the share that the other grader repeats
+false_pass         of those the reference fails, the share the other passes
+false_fail         of those the reference passes, the share the other fails
+================== =====================================================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from draco_ray.lab.evaluation.intervals import Interval, bounded_limits
-from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
+from draco_ray.records import FloatArray, IntArray, Verdict
 
 UNANSWERED = 2
 """Rating of a judgment to which the other grader gave no verdict."""
 RATINGS = (Verdict.FAIL.value, Verdict.NOT_APPLICABLE.value, Verdict.PASS.value)
 _FAIL, _PASS = RATINGS.index(Verdict.FAIL.value), RATINGS.index(Verdict.PASS.value)
 
-ItemT = TypeVar("ItemT")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Agreement:
-    """How the other grader's verdicts compare with the reference; NaN where a denominator is empty."""
-
-    judgments: int
-    passes: int
-    """Number of judgments that the reference passes: the denominator of ``false_fail``."""
-    fails: int
-    """Number of judgments that the reference fails: the denominator of ``false_pass``."""
-    unanswered: float
-    """Share of all judgments that the other grader left without a verdict."""
-    agreement: float
-    """Share of all judgments with equal verdicts, N/A included."""
-    chance: float
-    """Agreement that two independent graders with these margins would reach."""
-    kappa: float
-    """Cohen's coefficient over pass, fail and N/A."""
-    alpha: float
-    """Krippendorff's coefficient, nominal."""
-    ac1: float
-    """Gwet's coefficient, which does not collapse if nearly all verdicts are equal. Its number of categories is the
-    number of distinct verdicts that either grader gives, at least two."""
-    balanced_accuracy: float
-    """Mean recall: for each verdict the reference gives, the share that the other grader repeats."""
-    false_pass: float
-    """Of the judgments the reference fails, the share the other passes."""
-    false_fail: float
-    """Of the judgments the reference passes, the share the other fails."""
-
-
 COUNTS = ("judgments", "passes", "fails")
-"""Fields of `Agreement` that are numbers of judgments."""
-RATES = tuple(field.name for field in dataclasses.fields(Agreement) if field.name not in COUNTS)
-"""Fields of `Agreement` that are rates or coefficients."""
+"""Measures that are numbers of judgments."""
 COEFFICIENTS = ("kappa", "alpha", "ac1")
-"""Fields in [-1, 1]; all other rates are in [0, 1]."""
+"""Measures in [-1, 1]; all other rates are in [0, 1]."""
+RATES = ("unanswered", "agreement", "chance", *COEFFICIENTS, "balanced_accuracy", "false_pass", "false_fail")
+"""Measures that are rates or coefficients."""
 
 
-def agreement(reference: IntArray, other: IntArray) -> Agreement:
-    """Compare two graders' ratings of the same judgments.
+def contingency(reference: IntArray, other: IntArray) -> IntArray:
+    """Judgments by the reference's rating (row) and the other's (column), shape (3, 4): `RATINGS`, then unanswered.
 
     Args:
         reference: +1, -1 or 0.
@@ -73,20 +56,6 @@ def agreement(reference: IntArray, other: IntArray) -> Agreement:
 
     Raises:
         ValueError: the two differ in shape, or contain other values.
-
-    >>> found = agreement(np.array([1, 1, -1, -1]), np.array([1, 1, -1, 1]))
-    >>> found.agreement, found.chance, found.kappa, found.false_pass
-    (0.75, 0.5, 0.5, 0.5)
-    """
-    counts = contingency(reference, other)
-    return _compare(counts, _used(counts))
-
-
-def contingency(reference: IntArray, other: IntArray) -> FloatArray:
-    """Judgments by the reference's rating (row) and the other's (column), shape (3, 4): `RATINGS`, then unanswered.
-
-    Raises:
-        ValueError: as `agreement`.
     """
     if reference.shape != other.shape or reference.ndim != 1:
         raise ValueError(
@@ -96,15 +65,25 @@ def contingency(reference: IntArray, other: IntArray) -> FloatArray:
     if not np.isin(reference, RATINGS).all() or not np.isin(other, columns).all():
         raise ValueError("a rating is not -1, 0 or +1")
     return np.array(
-        [[np.count_nonzero((reference == row) & (other == column)) for column in columns] for row in RATINGS], float
+        [[np.count_nonzero((reference == row) & (other == column)) for column in columns] for row in RATINGS]
     )
 
 
-def agreement_intervals(clusters: Sequence[FloatArray]) -> dict[str, tuple[float, float]]:
-    """Intervals of every rate of `Agreement` over the choice of clusters, computed like `clustered_interval`.
+def agreement(counts: IntArray) -> dict[str, Any]:
+    """The measures `COUNTS` and `RATES` of a `contingency`; NaN where a denominator is 0.
+
+    >>> found = agreement(contingency(np.array([1, 1, -1, -1]), np.array([1, 1, -1, 1])))
+    >>> [float(found[name]) for name in ("agreement", "chance", "kappa", "false_pass")]
+    [0.75, 0.5, 0.5, 0.5]
+    """
+    return _measures(counts, _categories(counts))
+
+
+def agreement_intervals(clusters: Sequence[IntArray]) -> dict[str, tuple[float, float]]:
+    """Intervals of every rate of `agreement` over the choice of clusters, computed like `clustered_interval`.
 
     Args:
-        clusters: one `contingency` table per cluster.
+        clusters: one `contingency` per cluster.
     Returns: (low, high) by name in `RATES`; infinite where fewer than two clusters have a denominator.
 
     Raises:
@@ -114,54 +93,48 @@ def agreement_intervals(clusters: Sequence[FloatArray]) -> dict[str, tuple[float
         raise ValueError("no clusters, so no interval can be computed")
     table_C = np.stack(clusters)
     total = table_C.sum(axis=0)
-    used = _used(total)
-    whole = _compare(total, used)
-    without = [_compare(total - table, used) for table in table_C]
-    judged_C = table_C.sum(axis=2)
-    counted = {"false_pass": judged_C[:, _FAIL], "false_fail": judged_C[:, _PASS]}
+    whole, without_C = (_measures(table, _categories(total)) for table in (total, total - table_C))
+    asked_C = table_C.sum(axis=2)
+    denominators = {"false_pass": asked_C[:, _FAIL], "false_fail": asked_C[:, _PASS]}
     bounds = {}
     for name in RATES:
-        many_C = counted.get(name, judged_C.sum(axis=1))
-        bounds[name] = _limits(
-            getattr(whole, name),
-            [getattr(each, name) for each, many in zip(without, many_C, strict=True) if many],
-            trials=float(many_C.sum()),
-            bounds=(-1.0, 1.0) if name in COEFFICIENTS else (0.0, 1.0),
-        )
+        trials_C = denominators.get(name, asked_C.sum(axis=1))
+        limits = (-1.0, 1.0) if name in COEFFICIENTS else (0.0, 1.0)
+        bounds[name] = _limits(whole[name], without_C[name][trials_C > 0], float(trials_C.sum()), limits)
     return bounds
 
 
-def clustered_interval(clusters: Mapping[Any, Sequence[ItemT]], statistic: Callable[[list[ItemT]], float]) -> Interval:
-    """A statistic in [0, 1] over all items, with its interval over the choice of clusters.
+def clustered_interval(clusters: Iterable[Collection[tuple[float, float]]]) -> Interval:
+    """A share in [0, 1], the sum of parts over the sum of wholes, with its interval over the choice of clusters.
 
     Judgments on one task are correlated: treating them as independent would make the interval too narrow. The
     variance is the jackknife's, leaving out one cluster at a time. The limits come from `bounded_limits`, so the
     interval has a width even if every judgment agreed. The interval is infinite if there is only one cluster, or if
-    leaving one out makes the statistic undefined.
+    leaving one out makes the share undefined.
 
-    Raises:
-        ValueError: there are no clusters.
+    Args:
+        clusters: (part, whole) of every item of each cluster; (value, 1) for a mean. Empty clusters do not count.
+
+    >>> clustered_interval([[(1, 1), (0, 1)], []])
+    Interval(mean=0.5, low=-inf, high=inf)
     """
-    if not clusters:
-        raise ValueError("no clusters, so no interval can be computed")
-    groups = [list(items) for items in clusters.values() if items]
-    items = [item for group in groups for item in group]
-    value = statistic(items)
-    places = np.cumsum([0, *(len(group) for group in groups)])
-    # Leaving out the only cluster would leave no items.
-    left_out = range(len(groups)) if len(groups) > 1 else ()
-    without = [statistic(items[: places[index]] + items[places[index + 1] :]) for index in left_out]
-    return Interval(value, *_limits(value, without, trials=float(len(items))))
+    known = [np.array([*items], float) for items in clusters if items]
+    sums_C2 = np.array([items.sum(axis=0) for items in known]).reshape(-1, 2)
+    part, whole = sums_C2.sum(axis=0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = float(part / whole)
+        without_C = (part - sums_C2[:, 0]) / (whole - sums_C2[:, 1])
+    return Interval(mean, *_limits(mean, without_C, trials=float(sum(map(len, known)))))
 
 
 def _limits(
-    value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0)
+    value: float, without_C: FloatArray, trials: float, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[float, float]:
     """The limits of a statistic's interval, given its value without each of the clusters."""
-    many = len(without)
-    if many < 2 or not np.isfinite([value, *without]).all():
+    many = len(without_C)
+    if many < 2 or not np.isfinite([value, *without_C]).all():
         return -np.inf, np.inf
-    variance = (many - 1) * float(np.var(without))
+    variance = (many - 1) * float(np.var(without_C))
     return bounded_limits(value, variance, clusters=many, trials=trials, bounds=bounds)
 
 
@@ -177,58 +150,44 @@ def auroc(positive: FloatArray, negative: FloatArray) -> float:
     return float((difference > 0).mean() + 0.5 * (difference == 0).mean())
 
 
-def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
-    """The `Agreement` of a `contingency` table; ``used`` marks the ratings that are categories of AC1."""
-    table, rows = counts[:, :-1], counts.sum(axis=1)
-    total, agreed = rows.sum(), np.diagonal(counts)
-    repeated = [agreed[row] / rows[row] for row in range(len(rows)) if rows[row]]
-    chance = _chance(table)
-    return Agreement(
-        judgments=int(total),
-        passes=int(rows[_PASS]),
-        fails=int(rows[_FAIL]),
-        unanswered=ratio(counts[:, -1].sum(), total),
-        agreement=ratio(agreed.sum(), total),
-        chance=chance,
-        kappa=_corrected(table, chance),
-        alpha=_alpha(table),
-        ac1=_corrected(table, _gwet_chance(table, used)),
-        balanced_accuracy=float(np.mean(repeated)) if repeated else float("nan"),
-        false_pass=ratio(counts[_FAIL, _PASS], rows[_FAIL]),
-        false_fail=ratio(counts[_PASS, _FAIL], rows[_PASS]),
-    )
-
-
-def _used(counts: FloatArray) -> BoolArray:
-    """Ratings that occur, in either grader's answers."""
-    return np.asarray(counts[:, :-1].sum(axis=0) + counts[:, :-1].sum(axis=1) > 0)
-
-
 def ratio(part: float, whole: float) -> float:
     """``part / whole``; NaN if ``whole`` is 0."""
     return float(part / whole) if whole else float("nan")
 
 
-def _chance(table: FloatArray) -> float:
-    return ratio((table.sum(axis=0) * table.sum(axis=1)).sum(), table.sum() ** 2)
+def _categories(counts: IntArray) -> int:
+    """Number of distinct verdicts that either grader gives, at least two."""
+    answered = counts[:, :-1]
+    return max(2, int(np.count_nonzero(answered.sum(axis=0) + answered.sum(axis=1))))
 
 
-def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
-    total = table.sum()
-    if not total:
-        return float("nan")
-    share = (table.sum(axis=0) + table.sum(axis=1)) / (2 * total)
-    return float((share * (1 - share)).sum() / (max(2, int(used.sum())) - 1))
-
-
-def _corrected(table: FloatArray, chance: float) -> float:
-    # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
-    return ratio(ratio(np.trace(table), table.sum()) - chance, 1 - chance)
-
-
-def _alpha(table: FloatArray) -> float:
-    """Nominal alpha of two graders without gaps: 1 - observed / expected disagreement."""
-    values = table + table.T
-    total = values.sum()
-    expected = total**2 - (values.sum(axis=0) ** 2).sum()
-    return 1 - ratio((total - 1) * (total - np.trace(values)), expected)
+def _measures(counts: IntArray, categories: int) -> dict[str, Any]:
+    """`agreement` of one table, or of each of several (shape (C, 3, 4)) with the same ``categories`` of AC1."""
+    asked, table = counts.sum(axis=-1), counts[..., :-1]
+    mine, theirs = table.sum(axis=-1), table.sum(axis=-2)
+    total, answered = asked.sum(axis=-1), mine.sum(axis=-1)
+    equal = np.diagonal(table, axis1=-2, axis2=-1)
+    agreed, margins = equal.sum(axis=-1), mine + theirs
+    # Quotients without a denominator are NaN: their numerators are 0, too.
+    with np.errstate(invalid="ignore"):
+        observed = agreed / answered
+        chance = (mine * theirs).sum(axis=-1) / answered**2
+        share = margins / (2 * answered)[..., None]
+        by_chance = (share * (1 - share)).sum(axis=-1) / (categories - 1)
+        differing = (2 * answered - 1) * 2 * (answered - agreed)
+        recalls = np.where(asked, equal / asked, 0.0)
+        return {
+            "judgments": total,
+            "passes": asked[..., _PASS],
+            "fails": asked[..., _FAIL],
+            "unanswered": counts[..., -1].sum(axis=-1) / total,
+            "agreement": agreed / total,
+            "chance": chance,
+            # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
+            "kappa": (observed - chance) / (1 - chance),
+            "alpha": 1 - differing / ((2 * answered) ** 2 - (margins**2).sum(axis=-1)),
+            "ac1": (observed - by_chance) / (1 - by_chance),
+            "balanced_accuracy": recalls.sum(axis=-1) / np.count_nonzero(asked, axis=-1),
+            "false_pass": counts[..., _FAIL, _PASS] / asked[..., _FAIL],
+            "false_fail": counts[..., _PASS, _FAIL] / asked[..., _PASS],
+        }

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import ArrayLike
 
 from draco_ray.algorithm.credit import quality_spread
+from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.rows import grouped, mean, table_of
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
@@ -99,31 +101,20 @@ def citations_a_step(run: RunDirectory) -> Iterator[Row]:
     """
     whole: list[int] = []
     for step in run.steps():
-        counts = _citation_counts(run, step)
-        if counts:
+        if counts := [count for group in recorded_groups(run, [step]) for count in _citation_counts(group)]:
             yield _citation_row(step, counts)
             whole += counts
     if whole:
         yield _citation_row(None, whole)
 
 
-def _citation_counts(run: RunDirectory, training_step: int) -> list[int]:
+def _citation_counts(group: RecordedGroup) -> Iterator[int]:
     """The number of surviving criteria that cite each step of each credited rollout."""
-    survived = {
-        (row["task_id"], row["criterion"])
-        for row in run.table("criteria", training_step, ["task_id", "criterion", "survived"]).to_pylist()
-        if row["survived"]
-    }
-    citing: dict[tuple[str, int], Counter[int]] = defaultdict(Counter)
-    columns = ["task_id", "rollout", "criterion", "verdict", "step"]
-    for row in run.table("citations", training_step, columns).to_pylist():
-        if row["step"] is not None and row["verdict"] and (row["task_id"], row["criterion"]) in survived:
-            citing[row["task_id"], row["rollout"]][row["step"]] += 1
-    counts = []
-    for share in run.table("advantages", training_step, ["task_id", "rollout", "step_tokens"]).to_pylist():
-        if (cited := citing.get((share["task_id"], share["rollout"]))) is not None:
-            counts += [cited[step] for step in range(1, len(share["step_tokens"]) + 1)]
-    return counts
+    for given, tokens_M in zip(group.attributions, group.tokens_GM, strict=True):
+        attributions = given if isinstance(given, tuple) else ()
+        counting = [each for each in attributions if each.verdict and group.survived_K[each.criterion]]
+        if cited := Counter(step for each in counting for step in each.steps):
+            yield from (cited[step] for step in range(1, len(tokens_M) + 1))
 
 
 def _citation_row(training_step: int | None, counts: Sequence[int]) -> Row:
@@ -138,15 +129,15 @@ def _citation_row(training_step: int | None, counts: Sequence[int]) -> Row:
     }
 
 
-def push_shares(step_advantage: Sequence[float], step_tokens: Sequence[int]) -> list[float]:
+def push_shares(step_advantage_M: ArrayLike, tokens_M: ArrayLike) -> FloatArray:
     """Each step's share of its trajectory's push: |a_j| n_j divided by the sum; zeros if the sum is 0.
 
     >>> push_shares([1.5, 0.75], [2, 4])
-    [0.5, 0.5]
+    array([0.5, 0.5])
     """
-    pushes = [abs(advantage) * tokens for advantage, tokens in zip(step_advantage, step_tokens, strict=True)]
-    total = sum(pushes)
-    return [push / total if total else 0.0 for push in pushes]
+    push_M = np.abs(np.asarray(step_advantage_M, dtype=float)) * np.asarray(tokens_M)
+    total = push_M.sum()
+    return np.asarray(push_M / total if total else push_M)
 
 
 def signs(advantages: FloatArray | float) -> FloatArray:

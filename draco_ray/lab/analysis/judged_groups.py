@@ -9,7 +9,7 @@ import numpy as np
 
 from draco_ray.algorithm.group import Uncalled
 from draco_ray.lab.rows import grouped
-from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
+from draco_ray.records import Attribution, BoolArray, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.rows import Row
 
@@ -26,6 +26,8 @@ class RecordedGroup:
     rollouts: tuple[int, ...]
     titles: tuple[str, ...]
     """Titles of the K criteria."""
+    survived_K: BoolArray
+    """Criteria that dropout kept."""
     verdict_GK: IntArray
     """Scoring verdicts, +1, -1 or 0."""
     attributions: tuple[tuple[Attribution, ...] | Uncalled | None, ...]
@@ -97,6 +99,7 @@ def _group(step: int, task_id: str, rows: Mapping[str, Sequence[Row]]) -> Record
         task_id=task_id,
         rollouts=tuple(row),
         titles=tuple(criterion["title"] for criterion in criteria),
+        survived_K=np.array([criterion["survived"] is True for criterion in criteria]),
         verdict_GK=verdict_GK,
         attributions=tuple(_attributions(member, citations[member["rollout"]]) for member in members),
         tokens_GM=tuple(np.array(member["step_tokens"], dtype=np.int64) for member in members),

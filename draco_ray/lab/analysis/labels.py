@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import pyarrow as pa
 
 from draco_ray.judging.labels import Label
@@ -62,19 +61,15 @@ def citations(labels: Sequence[Label]) -> Citations | None:
     mine = [label for label in labels if label.citation is not None]
     if not mine:
         return None
-    groups = group_by(mine, lambda label: repr(label.group))
-
-    def right(found: Sequence[Label]) -> float:
-        return float(np.mean([bool(label.citation) for label in found])) if found else float("nan")
-
-    known = {
-        name: [each for each in found if each.citation or each.steps is not None] for name, found in groups.items()
-    }
+    groups = group_by(mine, lambda label: repr(label.group)).values()
+    overlaps = [
+        [(_overlap(label), 1) for label in found if label.citation or label.steps is not None] for found in groups
+    ]
     return Citations(
         labelled=len(mine),
-        right=clustered_interval(groups, right),
+        right=clustered_interval([[(bool(label.citation), 1) for label in found] for found in groups]),
         corrected=sum(label.citation is False and label.steps is not None for label in mine),
-        overlap=clustered_interval(known, _overlap) if any(known.values()) else None,
+        overlap=clustered_interval(overlaps) if any(overlaps) else None,
     )
 
 
@@ -120,7 +115,7 @@ def _row(label: Label, verdict: int | None, phase: str) -> Row:
     }
 
 
-def _overlap(labels: Sequence[Label]) -> float:
-    """Mean Jaccard index of cited steps and right steps; two empty sets have index 1."""
-    pairs = [(set(label.cited), set(_right(label))) for label in labels]
-    return float(np.mean([len(a & b) / len(a | b) if a | b else 1.0 for a, b in pairs])) if pairs else float("nan")
+def _overlap(label: Label) -> float:
+    """Jaccard index of cited steps and right steps; two empty sets have index 1."""
+    cited, right = set(label.cited), set(_right(label))
+    return len(cited & right) / len(cited | right) if cited | right else 1.0

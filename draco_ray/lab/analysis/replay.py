@@ -7,8 +7,6 @@ If a reply is unusable, all its criteria count as unanswered, which is a disagre
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -31,8 +29,8 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.rows import columns, grouped, table_of
-from draco_ray.records import Criterion, IntArray, Message, Verdict
+from draco_ray.lab.rows import columns, grouped, mean, table_of
+from draco_ray.records import Criterion, IntArray, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
 
@@ -44,7 +42,7 @@ PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
 
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
-"""Rates of `Agreement` that come with an interval."""
+"""Measures of `agreement` that come with an interval."""
 
 REPLAYED = columns(
     "string: run judge",
@@ -83,46 +81,44 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
     """
     found = []
     for step in run.steps() if steps is None else steps:
-        rubrics: dict[str, dict[int, Criterion]] = defaultdict(dict)
-        for row in run.table("criteria", step).to_pylist():
-            rubrics[row["task_id"]][row["criterion"]] = Criterion(**columns_of(Criterion, row))
-        turns = {
-            (row["task_id"], row["rollout"]): row["steps"]
-            for row in run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
+        criteria = {
+            (row["task_id"], row["criterion"]): Criterion(**columns_of(Criterion, row))
+            for row in run.table("criteria", step).to_pylist()
         }
-        answers = {
-            Score.name: _answers(run.table("verdicts", step).to_pylist()),
-            Credit.name: _answers(run.table("citations", step).to_pylist()),
+        played = run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
+        steps_of = {(row["task_id"], row["rollout"]): row["steps"] for row in played}
+        given = {
+            phase: grouped(run.table(table, step).to_pylist(), "task_id", "rollout")
+            for phase, table in ((Score.name, "verdicts"), (Credit.name, "citations"))
         }
         calls = [call for call in phase_calls(run, step, phases) if call["rollout"] is not None]
         for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
-            verdicts, rubric = sorted(answers[phase].get((task_id, rollout), {}).items()), rubrics[task_id]
-            if verdicts and all(index in rubric for index, _ in verdicts):
-                made = turns.get((task_id, rollout), 0)
-                reference: list[Row] = [
-                    {
-                        "training_step": step,
-                        "task_id": task_id,
-                        "rollout": rollout,
-                        "phase": phase,
-                        "rollout_steps": made,
-                        "criterion": index,
-                        "title": rubric[index].title,
-                        "reference": int(verdict),
-                        "reference_steps": sorted(cited),
-                    }
-                    for index, (verdict, cited) in verdicts
-                ]
-                found.append(
-                    ArchivedCall(
-                        training_step=step,
-                        phase=phase,
-                        prompt=first_prompt(asked),
-                        steps=made,
-                        rubric=tuple(rubric[index] for index, _ in verdicts),
-                        reference=tuple(reference),
-                    )
+            answers = sorted(grouped(given[phase][task_id, rollout], "criterion").items())
+            if not answers or any((task_id, index) not in criteria for index, _ in answers):
+                continue
+            made = steps_of.get((task_id, rollout), 0)
+            about = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
+            reference: list[Row] = [
+                {
+                    **about,
+                    "rollout_steps": made,
+                    "criterion": index,
+                    "title": criteria[task_id, index].title,
+                    "reference": rows[0]["verdict"],
+                    "reference_steps": sorted(row["step"] for row in rows if row.get("step") is not None),
+                }
+                for index, rows in answers
+            ]
+            found.append(
+                ArchivedCall(
+                    training_step=step,
+                    phase=phase,
+                    prompt=first_prompt(asked),
+                    steps=made,
+                    rubric=tuple(criteria[task_id, index] for index, _ in answers),
+                    reference=tuple(reference),
                 )
+            )
     return found
 
 
@@ -201,15 +197,6 @@ def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
         raise ConfigError(f"{run.path}: no training step {unknown[0]}; expected {known[0]} to {known[-1]}")
 
 
-def _answers(rows: list[Row]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:
-    found: dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]] = defaultdict(dict)
-    for row in rows:
-        answer = found[row["task_id"], row["rollout"]].setdefault(row["criterion"], (Verdict(row["verdict"]), []))
-        if row.get("step") is not None:
-            answer[1].append(row["step"])
-    return found
-
-
 async def ask_once(
     complete: Completer, prompt: str, read: Callable[[str], ValueT], schema: JsonSchema | None = None
 ) -> tuple[ValueT | None, float, str | None]:
@@ -247,12 +234,10 @@ async def _ask(complete: Completer, call: ArchivedCall) -> tuple[list[_Answer] |
     return await ask_once(complete, call.prompt, citations, credit_schema(call.prompt, count, call.steps))
 
 
-def _ratings(rows: Sequence[Row]) -> tuple[IntArray, IntArray]:
-    """The ratings of the reference and of the other judge."""
-    return (
-        np.array([row["reference"] for row in rows]),
-        np.array([UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]),
-    )
+def _counts(rows: Sequence[Row]) -> IntArray:
+    """The `contingency` of the reference and the other judge."""
+    other = [UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]
+    return contingency(np.array([row["reference"] for row in rows]), np.array(other))
 
 
 def _overlaps(rows: Sequence[Row]) -> list[float]:
@@ -261,21 +246,18 @@ def _overlaps(rows: Sequence[Row]) -> list[float]:
     return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
 
 
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else float("nan")
-
-
 def _compare(rows: Sequence[Row]) -> Row:
-    found: Row = dataclasses.asdict(agreement(*_ratings(rows)))
-    found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
-    return found | {"citation_overlap": _mean(_overlaps(rows))}
+    found = agreement(_counts(rows))
+    return found | {"always_pass": found["passes"] / len(rows), "citation_overlap": mean(_overlaps(rows))}
 
 
 def _intervals(rows: Sequence[Row]) -> dict[str, float]:
-    clusters = grouped(rows, "training_step", "task_id")
-    bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
-    overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
-    bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
+    clusters = grouped(rows, "training_step", "task_id").values()
+    bounds = agreement_intervals([_counts(mine) for mine in clusters])
+    overlap = clustered_interval([[(index, 1) for index in _overlaps(mine)] for mine in clusters])
+    bounds["citation_overlap"] = overlap.low, overlap.high
     return {
-        f"{name}_{side}": both[place] for name, both in bounds.items() for place, side in enumerate(("low", "high"))
+        f"{name}_{side}": limit
+        for name in (*WITH_INTERVAL, "citation_overlap")
+        for side, limit in zip(("low", "high"), bounds[name], strict=True)
     }

@@ -19,10 +19,8 @@ criteria that at least one rollout fails, so that dropout keeps them.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -48,6 +46,8 @@ CEILING = "ceiling"
 
 _SIDES = ("reference_", "")
 """Prefixes of the columns about the run's criteria and about the other judge's."""
+_PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
+"""Share of paired criteria -> the column with all of them."""
 _SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -77,17 +77,6 @@ class WritingCall:
     reference: Rubric
     existing: Rubric = ()
     """The stage-1 set that a stage-2 answer must not repeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Comparison:
-    judge: str
-    call: WritingCall
-    against: str
-    """Empty for another judge's answer; for the ceiling, the rollout or step compared with."""
-    other: Rubric
-    dollars: float = 0.0
-    error: str | None = None
 
 
 def writing_calls(
@@ -143,13 +132,31 @@ async def compare_writing(
     Raises:
         JudgeUnavailable: the judge or the third model answers no call at all.
     """
-    compared = [
-        *await asyncio.gather(*(_ask(judge, complete, config, call) for call in calls)),
-        *_ceilings(run, calls, config),
-    ]
     merging = {call.training_step for call in calls if call.phase == Union.name}
     played = {step: step_trajectories(run, step) for step in merging}
-    rows = await asyncio.gather(*(_row(run.path.name, each, played, third) for each in compared))
+
+    async def asked(call: WritingCall) -> Row:
+        other, dollars, error = await ask_once(
+            complete, call.prompt, lambda text: _parsed(text, call.phase, call.existing, config)
+        )
+        row = await _paired(call, other or (), third)
+        row |= {"judge": judge, "dollars": row["dollars"] + dollars, "error": error}
+        if call.phase == Union.name and error is None:
+            rollouts = played[call.training_step].get(call.task_id, [])
+            marks = await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (call.reference, other or ())))
+            row["dollars"] += sum(mark["dollars"] for mark in marks)
+            if all(mark["scored"] for mark in marks):
+                row["scored"] = min(mark["scored"] for mark in marks)
+                row |= {
+                    f"{side}{name}": mark[name] for side, mark in zip(_SIDES, marks, strict=True) for name in _SHARED
+                }
+        return row
+
+    async def ceiling(call: WritingCall, against: str, other: Rubric) -> Row:
+        return await _paired(call, other, third) | {"judge": CEILING, "against": against}
+
+    found = [*map(asked, calls), *(ceiling(*each) for each in _ceilings(run, calls, config))]
+    rows = [{"run": run.path.name, **row} for row in await asyncio.gather(*found)]
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
@@ -175,13 +182,6 @@ def overlap_table(comparisons: pa.Table) -> Iterator[Row]:
             yield {**about, "training_step": step, **_summary(mine)}
 
 
-async def _ask(judge: str, complete: Completer, config: JudgeConfig, call: WritingCall) -> _Comparison:
-    other, dollars, error = await ask_once(
-        complete, call.prompt, lambda text: _parsed(text, call.phase, call.existing, config)
-    )
-    return _Comparison(judge=judge, call=call, against="", other=other or (), dollars=dollars, error=error)
-
-
 def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rubric:
     limit = {
         Stage1.name: config.max_stage1_criteria,
@@ -192,28 +192,42 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
     return parse_criteria(text, limit=limit, source="", taken=existing, least=least, last=True).value
 
 
-def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:
-    """The run's judge against itself: a group's first two rollouts, and a task's union with the task's next one."""
-    found = []
-    second_stage = [call for call in calls if call.phase == Stage2.name]
-    for members in group_by(second_stage, lambda call: (call.training_step, call.task_id)).values():
-        if len(members) > 1:
-            first, second = members[:2]
-            found.append(
-                _Comparison(judge=CEILING, call=first, against=f"rollout {second.rollout}", other=second.reference)
-            )
-    unions = [call for call in calls if call.phase == Union.name]
-    if not unions:
-        return found
-    merges: dict[str, dict[int, Rubric]] = defaultdict(dict)
-    for each in writing_calls(run, None, [Union.name], config):
-        merges[each.task_id][each.training_step] = each.reference
-    for call in unions:
-        following = min((step for step in merges[call.task_id] if step > call.training_step), default=None)
-        if following is not None:
-            other = merges[call.task_id][following]
-            found.append(_Comparison(judge=CEILING, call=call, against=f"step {following}", other=other))
-    return found
+def _ceilings(
+    run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig
+) -> Iterator[tuple[WritingCall, str, Rubric]]:
+    """A call, the rollout or step that it is compared with, and what the run's own judge wrote there.
+
+    A group's first two rollouts are compared, and a task's union with the task's next one.
+    """
+    written = [call for call in calls if call.phase == Stage2.name]
+    for first, *others in group_by(written, lambda call: (call.training_step, call.task_id)).values():
+        for second in others[:1]:
+            yield first, f"rollout {second.rollout}", second.reference
+    if unions := [call for call in calls if call.phase == Union.name]:
+        merges = group_by(writing_calls(run, None, [Union.name], config), lambda call: call.task_id)
+        for call in unions:
+            # In the order of the training steps.
+            later = [each for each in merges[call.task_id] if each.training_step > call.training_step]
+            for following in later[:1]:
+                yield call, f"step {following.training_step}", following.reference
+
+
+async def _paired(call: WritingCall, other: Rubric, third: Judge) -> Row:
+    """The criteria of a call and of another author, paired by the third model."""
+    pairing = await third.ask(Pairing(call.reference, other), CallContext(group="", task_id=call.task_id))
+    pairs = pairing.value or ()
+    return {
+        "phase": call.phase,
+        "training_step": call.training_step,
+        "task_id": call.task_id,
+        "rollout": call.rollout,
+        "reference_titles": [criterion.title for criterion in call.reference],
+        "titles": [criterion.title for criterion in other],
+        "reference_paired": [index for index, _ in pairs],
+        "paired": [index for _, index in pairs],
+        "dollars": sum(asked.dollars for asked in pairing.calls),
+        "pairing_error": pairing.error,
+    }
 
 
 async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
@@ -235,40 +249,6 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     }
 
 
-async def _row(
-    run: str, each: _Comparison, played: Mapping[int, Mapping[str, Sequence[Trajectory]]], third: Judge
-) -> Row:
-    """Pair the criteria of a comparison and, of usable merged sets of two judges, score the rollouts on both."""
-    call = each.call
-    pairing = await third.ask(Pairing(each.call.reference, each.other), CallContext(group="", task_id=call.task_id))
-    pairs = pairing.value or ()
-    row: Row = {
-        "run": run,
-        "judge": each.judge,
-        "phase": call.phase,
-        "training_step": call.training_step,
-        "task_id": call.task_id,
-        "rollout": call.rollout,
-        "against": each.against or None,
-        "reference_titles": [criterion.title for criterion in call.reference],
-        "titles": [criterion.title for criterion in each.other],
-        "reference_paired": [index for index, _ in pairs],
-        "paired": [index for _, index in pairs],
-        "dollars": each.dollars + sum(asked.dollars for asked in pairing.calls),
-        "error": each.error,
-        "pairing_error": pairing.error,
-    }
-    if call.phase == Union.name and not each.against and each.error is None:
-        rollouts = played[call.training_step].get(call.task_id, [])
-        marks = await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (call.reference, each.other)))
-        row["dollars"] += sum(mark["dollars"] for mark in marks)
-        if all(mark["scored"] for mark in marks):
-            row["scored"] = min(mark["scored"] for mark in marks)
-            for side, mark in zip(_SIDES, marks, strict=True):
-                row |= {f"{side}{name}": mark[name] for name in _SHARED}
-    return row
-
-
 def _summary(rows: Sequence[Row]) -> Row:
     paired = [row for row in rows if row["pairing_error"] is None]
     answered = [row for row in paired if row["error"] is None]
@@ -284,26 +264,22 @@ def _summary(rows: Sequence[Row]) -> Row:
         "comparisons": len(rows),
         "unanswered": ratio(sum(row["error"] is not None for row in rows), len(rows)),
         "unpaired": ratio(len(rows) - len(paired), len(rows)),
-        **{name: share(paired) for name, share in _SHARES_PAIRED.items()},
+        **{
+            name: ratio(sum(len(row["paired"]) for row in paired), sum(len(row[titles]) for row in paired))
+            for name, titles in _PAIRED_OF.items()
+        },
         "reference_criteria": ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
         "criteria": ratio(sum(len(row["titles"]) for row in answered), len(answered)),
         **shares,
     }
 
 
-def _paired_of(titles: str, rows: Sequence[Row]) -> float:
-    """The paired share of all criteria in that column."""
-    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row[titles]) for row in rows))
-
-
-_SHARES_PAIRED = {"recall": partial(_paired_of, "reference_titles"), "precision": partial(_paired_of, "titles")}
-
-
 def _intervals(rows: Sequence[Row]) -> dict[str, float]:
-    clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
-    if not clusters:
-        return {}
-    found = {name: clustered_interval(clusters, share) for name, share in _SHARES_PAIRED.items()}
+    clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id").values()
+    found = {
+        name: clustered_interval([[(len(row["paired"]), len(row[titles])) for row in mine] for mine in clusters])
+        for name, titles in _PAIRED_OF.items()
+    }
     return {f"{name}_{side}": getattr(each, side) for name, each in found.items() for side in ("low", "high")}
 
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.credit import quality_spread
@@ -76,16 +77,16 @@ def replay_rules(
             yield {"training_step": step, **_compare(groups, rule, std_epsilon, reliability)}
 
 
-def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> float | None:
+def moved_push(before_M: ArrayLike, after_M: ArrayLike, tokens_M: ArrayLike) -> float | None:
     """The share of a trajectory's push that moves to other steps, 0 .. 1; None if either push is zero.
 
     >>> moved_push([1.0, 0.0], [0.0, 1.0], [2, 2])
     1.0
     """
-    old, new = push_shares(before, tokens), push_shares(after, tokens)
-    if not any(old) or not any(new):
+    old_M, new_M = push_shares(before_M, tokens_M), push_shares(after_M, tokens_M)
+    if not old_M.any() or not new_M.any():
         return None
-    return 0.5 * math.fsum(abs(a - b) for a, b in zip(old, new, strict=True))
+    return 0.5 * float(np.abs(old_M - new_M).sum())
 
 
 def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, reliability: float | None) -> Row:
@@ -98,7 +99,7 @@ def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, rel
     before = [step_advantage_M for group in groups for step_advantage_M in group.step_advantage_GM]
     tokens = [tokens_M for group in groups for tokens_M in group.tokens_GM]
     moved = [
-        moved_push(old_M.tolist(), share.step_advantage_M.tolist(), tokens_M.tolist())
+        moved_push(old_M, share.step_advantage_M, tokens_M)
         for share, old_M, tokens_M in zip(shares, before, tokens, strict=True)
     ]
     spreads = [quality_spread(share.quality_M) for share in shares]

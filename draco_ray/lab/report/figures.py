@@ -67,7 +67,7 @@ def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> li
     for name, mine in group_by(rows, key).items():
         limits = [(row.get(f"{column}_low"), row.get(f"{column}_high")) for row in mine]
         known = [None if low is None or high is None else (low, high) for low, high in limits]
-        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
+        found.append(Series(name, [row["training_step"] for row in mine], [row.get(column) for row in mine], known))
     return found
 
 

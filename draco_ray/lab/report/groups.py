@@ -175,7 +175,7 @@ def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row)
 
 
 def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
-    pushes = push_shares(share["step_advantage"], share["step_tokens"]) if share else []
+    pushes = push_shares(share["step_advantage"], share["step_tokens"]).tolist() if share else []
     found = []
     for row in sorted(rows, key=lambda row: row["turn"]):
         before, after = _around(row["text"], row["action"])

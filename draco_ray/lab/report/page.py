@@ -171,23 +171,16 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
     """The judge beside the held-out judge on the same rollouts, and the signs of a hack; of a run that has one."""
-    lines = [line for line in metrics if line.get("held_out_rate") is not None]
+    lines = [line | {"training_step": line["step"]} for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []
-    steps = [line["step"] for line in lines]
-    both = [
-        Series(name, steps, [line[key] for line in lines])
-        for name, key in (("judge", "held_out_trained_rate"), ("held-out judge", "held_out_rate"))
-    ]
-    signs = [
-        Series(
-            name,
-            steps,
-            [line.get(key) for line in lines],
-            [None if line.get(key) is None else (line[f"{key}_low"], line[f"{key}_high"]) for line in lines],
-        )
-        for name, key in (("below middle ones", "drift"), ("below earlier steps", "fall"))
-    ]
+
+    def curve(name: str, key: str) -> Series:
+        (found,) = figures.series_of(lines, lambda _: name, key)
+        return found
+
+    both = [curve("judge", "held_out_trained_rate"), curve("held-out judge", "held_out_rate")]
+    signs = [curve("below middle ones", "drift"), curve("below earlier steps", "fall")]
     flagged = [str(line["step"]) for line in lines if line["drift_significant"] or line.get("fall_significant")]
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [

@@ -203,18 +203,11 @@ def _results(scorer: str, samples: Sequence[Json]) -> Json:
 
 
 def _evaluated_sample(evaluation: Evaluation, played: Trajectory | None, error: str | None, took: Json) -> Json:
-    names = ("passed_tests", "total_tests", "failures", "turns", "difficulty", "scenario", "reward", "lost")
-    about = {name: getattr(evaluation, name) for name in names} | {"failures": list(evaluation.failures)}
     passed = f"{evaluation.passed_tests} of {evaluation.total_tests} tests pass"
     score = {
         "value": float(evaluation.success),
         "explanation": "\n".join([passed, *evaluation.failures]),
-        "metadata": {
-            **about,
-            "ended": evaluation.ended.value,
-            "termination": evaluation.termination and evaluation.termination.value,
-            **took,
-        },
+        "metadata": {**asdict(evaluation), "lost": evaluation.lost, **took},
     }
     if evaluation.lost:
         error = error or "every attempt was lost"

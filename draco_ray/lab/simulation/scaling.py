@@ -26,20 +26,15 @@ GPUS = (8, 16, 32, 64, 128, 256, 512)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Simulations of a step of one size."""
+    """A simulated step of one size."""
 
     rollouts: int
-    as_set: SimulatedStep
-    """The step with the requested setting."""
-    grown: Setting
-    """The recorded setting, scaled in proportion to the rollouts."""
-    as_grown: SimulatedStep
-    """The step with the setting ``grown``."""
+    setting: Setting
+    step: SimulatedStep
     dollars: float
     """Dollars of the step's judge calls."""
     gpu_hours: float
-    """GPU-hours of engines and learner with the requested setting."""
-    grown_gpu_hours: float
+    """GPU-hours of engines and learner."""
 
 
 def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[tuple[Step, SimulatedStep]]:
@@ -92,22 +87,20 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
 
     Args:
         run: source of the groups.
-        setting: the requested setting.
+        setting: numbers of resources.
         speeds: speeds of the run (`fit`).
         rollouts: size of the step.
         seed: random seed of the draws.
     """
     groups, minibatch = _drawn(run, setting, rollouts, seed)
-    grown = grown_setting(run, len(groups))
-    as_set, as_grown = (play(groups, speeds, replace(each, minibatch=minibatch)) for each in (setting, grown))
+    step = play(groups, speeds, replace(setting, minibatch=minibatch))
+    learner = 0 if setting.colocate else setting.learners * run.learner_gpus
     return Size(
         rollouts=len(groups) * setting.group_size,
-        as_set=as_set,
-        grown=grown,
-        as_grown=as_grown,
+        setting=setting,
+        step=step,
         dollars=sum(phase.dollars for group in groups for phase in group.phases.values()),
-        gpu_hours=_gpu_hours(run, setting, as_set),
-        grown_gpu_hours=_gpu_hours(run, grown, as_grown),
+        gpu_hours=(setting.engines * run.gpus_per_engine + learner) * step.seconds / 3600,
     )
 
 
@@ -120,10 +113,10 @@ def _drawn(run: RecordedRun, setting: Setting, rollouts: int, seed: int) -> tupl
     return [pool[index] for index in draws], minibatch
 
 
-def grown_setting(run: RecordedRun, groups: int) -> Setting:
+def grown_setting(run: RecordedRun, rollouts: int) -> Setting:
     """The run's resources, scaled in proportion to the groups per step; slots that the run never used do not count."""
     recorded, own_groups = run.setting, statistics.fmean(len(step.groups) for step in run.steps)
-    larger = groups / own_groups
+    larger = math.ceil(rollouts / recorded.group_size) / own_groups
     used = replace(recorded, slots=min(recorded.slots, round(own_groups * recorded.group_size)))
     engines, learners = math.ceil(larger * recorded.engines), float(math.ceil(larger))
     return replace(_scaled(used, larger), engines=engines, learners=learners)
@@ -161,11 +154,6 @@ def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int
     # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
     played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
     return 3600 * len(groups) * setting.group_size / statistics.fmean(step.seconds for step in played)
-
-
-def _gpu_hours(run: RecordedRun, setting: Setting, step: SimulatedStep) -> float:
-    learner = 0 if setting.colocate else setting.learners * run.learner_gpus
-    return (setting.engines * run.gpus_per_engine + learner) * step.seconds / 3600
 
 
 def stalled_by(step: SimulatedStep) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -92,11 +91,9 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
     """Stage -> median seconds from the end of its last input to its start."""
     gaps: dict[str, list[float]] = defaultdict(list)
     for step in steps:
-        held: list[float] = []
-        for rollout in sorted(step.rollouts, key=lambda each: each.began):
-            if len(held) >= slots:
-                gaps["rollout"].append(rollout.began - heapq.heappop(held))
-            heapq.heappush(held, rollout.ended)
+        # The first rollouts find free slots, each later one takes the next slot that is given back.
+        begins, given_back = (sorted(getattr(each, name) for each in step.rollouts) for name in ("began", "ended"))
+        gaps["rollout"] += [began - free for began, free in zip(begins[slots:], given_back, strict=False)]
         for group in step.groups:
             for stage, gap in _gaps(group):
                 gaps[stage].append(gap)
@@ -105,7 +102,8 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
             for group in step.groups
         ]
         first = step.learning[0][0]
-        gaps["learning"] += [first - max(end for end in ends if end <= first)] if min(ends) <= first else []
+        if ready := [end for end in ends if end <= first]:
+            gaps["learning"].append(first - max(ready))
     return {stage: max(0.0, statistics.median(found)) for stage, found in gaps.items() if found}
 
 

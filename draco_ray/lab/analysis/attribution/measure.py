@@ -110,8 +110,8 @@ def step_measures(rollout: JudgedRollout) -> dict[str, Observation]:
         by_rule = (_auroc(np.arange(rollout.steps) == step, planted_M) for step in blamed)
         found["blame_auroc"] = (_auroc(blame_M, planted_M), 0.5, *by_rule)
     if share is not None and share.advantage < 0:
-        pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
-        found["push_share"] = (float(pushes[planted_M].sum()), *hits)
+        push_M = push_shares(share.step_advantage_M, rollout.tokens_M)
+        found["push_share"] = (float(push_M[planted_M].sum()), *hits)
         found["grpo_share"] = (float(rollout.tokens_M[planted_M].sum() / rollout.tokens_M.sum()), *hits)
     return found
 
@@ -152,15 +152,15 @@ def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str
 def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> list[Row]:
     if not judgments:
         return []
-    found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
-    bounds = agreement_intervals([contingency(*np.array(pairs).T) for pairs in judgments.values()])
-    chance = {"agreement": found.chance, "kappa": 0.0, "balanced_accuracy": 0.5}
+    tables = [contingency(*np.array(pairs).T) for pairs in judgments.values()]
+    found, bounds = agreement(np.sum(tables, axis=0)), agreement_intervals(tables)
+    chance = {"agreement": found["chance"], "kappa": 0.0, "balanced_accuracy": 0.5}
     return [
         {
             "scope": scope,
             "measure": "accuracy" if name == "agreement" else name,
-            "observations": found.judgments,
-            "value": getattr(found, name),
+            "observations": found["judgments"],
+            "value": found[name],
             "low": bounds[name][0],
             "high": bounds[name][1],
             "chance": chance.get(name),
@@ -192,8 +192,8 @@ def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Obser
     """The row of a measure, from the task and the value of each observation; none without observations."""
     if not observations:
         return []
-    clusters = group_by(observations, itemgetter(0))
-    interval = clustered_interval(clusters, lambda items: float(np.mean([found[0] for _, found in items])))
+    clusters = group_by(observations, itemgetter(0)).values()
+    interval = clustered_interval([[(found[0], 1) for _, found in items] for items in clusters])
     observed = np.array([found for _, found in observations])
     about: Row = {"scope": scope, "measure": measure, "observations": len(observed)}
     about |= {"value": interval.mean, "low": interval.low, "high": interval.high}

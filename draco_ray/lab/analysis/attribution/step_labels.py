@@ -324,8 +324,6 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
         ]
         quality = step_quality(attributions, np.ones(len(cited), dtype=np.bool_), len(given))
         tokens_M = np.ones(len(given), dtype=np.int64)
-        pushed_M = np.array(
-            push_shares(step_advantages(advantage, quality.quality_M, tokens_M).tolist(), tokens_M.tolist())
-        )
+        pushed_M = push_shares(step_advantages(advantage, quality.quality_M, tokens_M), tokens_M)
         found.append(float(pushed_M[each.bad_M].sum()))
     return np.array(found)
