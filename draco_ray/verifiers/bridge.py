@@ -337,7 +337,7 @@ class Player:
         answering = asyncio.create_task(self._answer(json.loads(await reader.readline())))
         hung_up = asyncio.create_task(reader.read())
         await asyncio.wait({answering, hung_up}, return_when=asyncio.FIRST_COMPLETED)
-        if answering.done():
+        if answering.done() and not answering.cancelled():
             writer.write(json.dumps(answering.result()).encode())
         answering.cancel()
         writer.close()
