@@ -1,4 +1,4 @@
-"""Tasksets of the package ``verifiers`` as an environment: its environment server plays the episodes."""
+"""Tasksets of the package ``verifiers`` as an environment: its own code plays the episodes, in a process beside."""
 
 from __future__ import annotations
 

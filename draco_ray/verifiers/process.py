@@ -108,7 +108,7 @@ class BridgeProcess:
 
     def __init__(
         self, words: list[str], environment: dict[str, str], ours: asyncio.StreamWriter, theirs: socket.socket
-    ):
+    ) -> None:
         """Start the process; it ends when ``ours``, the other end of ``theirs``, is closed. Raises: OSError."""
         self._mark = secrets.token_hex(16)
         self._folder = PrivateTempDir()
@@ -118,8 +118,8 @@ class BridgeProcess:
             # subprocess instead of asyncio's: see `draco_ray.environments.program`.
             self._process = subprocess.Popen(
                 [*words, str(self._folder.path)],
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=output,
                 env={**environment, MARK: self._mark},
                 start_new_session=True,
@@ -147,6 +147,9 @@ class BridgeProcess:
             problem = json.loads(line).get("error") if line else f"it ended; last output: {started.last_words()}"
         except (TimeoutError, OSError, ValueError) as error:
             problem = f"it did not answer: {type(error).__name__}"
+        except asyncio.CancelledError:
+            await started.kill()
+            raise
         if problem:
             await started.kill()
             raise EnvironmentCrashed(f"verifiers' environment server cannot be started: {problem}")
@@ -223,9 +226,9 @@ class SharedBridge:
         try:
             return await bridge.play(order)
         finally:
-            for old in [each for each in self._bridges[:-1] if not each.playing]:
-                self._bridges.remove(old)
-                await old.kill()
+            done = [each for each in self._bridges[:-1] if not each.playing]
+            self._bridges = [each for each in self._bridges if each not in done]
+            await asyncio.gather(*(each.kill() for each in done))
 
     async def stop(self) -> None:
         """End the bridge."""
