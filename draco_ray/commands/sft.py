@@ -105,9 +105,10 @@ def _new_model(config: DracoConfig, source: Path, out: Path, epochs: int, best: 
     from transformers.utils import logging
 
     from draco_ray.engine.chat import ChatTokens
+    from draco_ray.sandbox.starter.demonstrations import Example
     from draco_ray.sandbox.starter.settings import StarterSettings
     from draco_ray.sandbox.starter.tokenizer import train_tokenizer
-    from draco_ray.sandbox.starter.train import Example, new_model, train
+    from draco_ray.sandbox.starter.train import new_model, train
 
     agent = config.agent
     settings = StarterSettings(epochs=epochs, positions=agent.max_prompt_length + agent.max_response_length)

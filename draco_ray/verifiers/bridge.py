@@ -1,12 +1,14 @@
 """Bridge between this package and verifiers; run as a file by the Python of verifiers' virtual environment.
 
-    python bridge.py tasks            # list the tasks as JSON; options are read from standard input
-    python bridge.py renderer         # fail if no renderer fits the model in the option ``tokenizer``
-    python bridge.py serve FD         # play episodes ordered on the socket FD; one JSON object per line each way
+    python bridge.py tasks            # list the tasks
+    python bridge.py renderer         # check that a renderer fits the model in the option ``tokenizer``
+    python bridge.py serve FOLDER     # play episodes, each ordered on a connection of its own to FOLDER/episodes
 
-The bridge starts verifiers' environment server in a separate process and uses it through verifiers' client. Of a task's
-data it sends only the prompt to the host. Without ``truth``, no reward function runs, and any rewards that verifiers
-computes nevertheless are dropped here.
+Standard input gives the options, a line of JSON; standard output gets a JSON object, for ``serve`` when it is ready;
+its ``error`` is one line for the user. ``serve`` ends when standard input is closed.
+
+Of a task's data the bridge sends only the prompt to the host. Without ``truth``, no reward function runs, and any
+rewards that verifiers computes nevertheless are dropped here.
 
 Imports only the standard library until verifiers is known to be installed.
 """
@@ -15,22 +17,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import hashlib
 import importlib.metadata
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +47,8 @@ HELD_OUT = 50
 """Maximum tasks of the default split ``dev``, which is a fifth of a small taskset."""
 UNBOUNDED = 1000
 """Tasks of the default split ``train`` of an infinite taskset."""
-_LONGEST_LINE = 1 << 28
 _END_SECONDS = 10.0
+"""Maximum time for ending episodes and what verifiers has started."""
 
 
 class Unusable(Exception):
@@ -60,39 +59,38 @@ class Unusable(Exception):
 
 
 class Found:
-    """The configured taskset and environment, and the tasks by id."""
+    """The configured environment with its taskset, and the tasks by id."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         """Load taskset and environment. Raises: Unusable."""
         self.options = options
-        self.path = list(options["path"])
-        """Folders with tasksets that are not installed."""
+        path = list(options["path"])
         taskset = str(options["taskset"].get("id", ""))
         if taskset.endswith(".py"):
-            self.path.append(str(Path(taskset).resolve().parent))
-        sys.path[:0] = self.path
+            path.append(str(Path(taskset).resolve().parent))
+        sys.path[:0] = path
+        # verifiers starts tool servers as modules, which need this path.
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
         _check_version()
         self.config = _environment(options)
-        from verifiers.v1.utils.loaders import load_taskset
+        from verifiers.v1.utils.loaders import load_environment
 
         with _said(f"taskset {self.config.taskset.id!r}"):
-            self.taskset = load_taskset(self.config.taskset)
-            self.splits = dict(_splits(self.taskset, options["splits"]))
+            self.env = load_environment(self.config)
+            self.splits = dict(_splits(self.env.taskset, options["splits"]))
         self.ids = _ids({task.data.idx: task for tasks in self.splits.values() for task in tasks}.values())
         self.tasks = {self.ids[task.data.idx]: task for tasks in self.splits.values() for task in tasks}
 
     def told(self) -> dict[str, Any]:
         """The listing for the host, with only the prompt of each task."""
         from verifiers.v1.envs.single_agent import SingleAgentEnv
-        from verifiers.v1.utils.loaders import environment_class
 
-        kind = environment_class(self.config.taskset.id, self.config.id)
         first = next(iter(self.tasks.values()), None)
         scored = first is not None and bool(first.hooks("reward") or first.plugged_judges())
         return {
             "splits": {name: [self.ids[task.data.idx] for task in tasks] for name, tasks in self.splits.items()},
             "tasks": {name: _instruction(task.data) for name, task in self.tasks.items()},
-            "rewarded": scored or not issubclass(kind, SingleAgentEnv),
+            "rewarded": scored or not isinstance(self.env, SingleAgentEnv),
             "tools": self._tools_from(),
         }
 
@@ -103,7 +101,7 @@ class Found:
 
         config, taskset = self.config, f"taskset {self.config.taskset.id!r}"
         with _said(taskset):
-            kind = type(self.taskset)
+            kind = type(self.env.taskset)
             served = kind.toolsets(config.taskset) or kind.task_type().toolsets(config.taskset.task)
         harnesses = config.agent_harnesses()
         for role, spec in agent_config_fields(config).items():
@@ -268,76 +266,7 @@ def check_renderer(options: dict[str, Any]) -> None:
         raise Unusable(no_renderer(options["taskset"]["id"], options["offers"], tokenizer))
 
 
-# ---------------------------------------------------------------------------------------------- verifiers' server
-
-
-def forked_server(folder: str, control: int, *, truth: bool) -> tuple[Any, Any]:
-    """Fork verifiers' environment server, which waits for its configuration.
-
-    The fork happens after importing verifiers, which takes seconds, and before importing any taskset.
-
-    Args:
-        folder: of the server's socket.
-        control: a descriptor to close in the server process.
-        truth: whether rewards are computed.
-
-    Returns: the process, and the connection for its configuration; the process ends when the connection is closed.
-    Raises: Unusable.
-    """
-    _check_version()
-    import verifiers.v1.serve  # noqa: F401
-
-    # Otherwise the garbage collectors of both processes would copy shared pages.
-    gc.freeze()
-    gc.enable()
-    context = multiprocessing.get_context("fork")
-    mine, theirs = context.Pipe()
-    server = context.Process(target=serve_environment, args=(folder, truth, theirs, mine, control))
-    server.start()
-    theirs.close()
-    return server, mine
-
-
-def serve_environment(folder: str, truth: bool, parent: Any, parents: Any, control: int) -> None:
-    """Main function of verifiers' environment server process, which ends with its ``parent``.
-
-    ``parents`` and ``control`` belong to the parent and are closed.
-    """
-    parents.close()
-    os.close(control)
-    try:
-        config, path = parent.recv()
-    except EOFError:
-        return
-    sys.path[:0] = path
-    # The environment server starts tool servers as modules, which need this path.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
-    from verifiers.v1.serve import EnvServer
-    from verifiers.v1.utils.loaders import resolve_env_config
-
-    def stop(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # verifiers does the same: its event loop then stops what it started.
-        raise KeyboardInterrupt
-
-    def watch() -> None:
-        with contextlib.suppress(EOFError, OSError):
-            parent.recv()
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, stop)
-    threading.Thread(target=watch, daemon=True).start()
-    _run_scripts_here(Path(folder))
-    server = EnvServer(config=resolve_env_config(config), address=_address(folder))
-    if not truth:
-        blind = {"scoring_deferred": True, "__module__": server.task_cls.__module__}
-        server.task_cls = type(server.task_cls.__name__, (server.task_cls,), blind)
-    with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(server.run())
-
-
-def _address(folder: str) -> str:
-    return f"ipc://{folder}/server"
+# --------------------------------------------------------------------------------------------------------- scripts
 
 
 def _run_scripts_here(folder: Path) -> None:
@@ -387,57 +316,48 @@ def _installed(script: str) -> bool:
 # --------------------------------------------------------------------------------------------------------- episodes
 
 
-class Bridge:
-    """Plays episodes on one environment server."""
+class Player:
+    """Plays episodes in verifiers' environment."""
 
-    def __init__(self, found: Found, address: str, *, truth: bool) -> None:
-        from verifiers.v1.serve import EnvClient
+    def __init__(self, found: Found) -> None:
+        """``found``: the environment; it must be serving while episodes are played."""
+        from verifiers.v1.task import Task
 
-        self._found, self._truth = found, truth
-        self.client = EnvClient(address)
-        self._running: dict[int, asyncio.Task[None]] = {}
+        self._found, self._truth = found, bool(found.options["truth"])
+        if not self._truth:
+            # Of every task, also those that an environment makes while it plays.
+            Task.scoring_deferred = True
+        self.running: set[asyncio.Task[Any]] = set()
+        """Episodes that are played, or being ended."""
         self._renderers: dict[str, dict[str, Any] | None] = {}
         self._choosing = asyncio.Lock()
 
-    async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Execute orders until the socket is closed."""
-        writer.write(b'{"ready": true}\n')
-        while line := await reader.readline():
-            order = json.loads(line)
-            number = order["number"]
-            if order["do"] == "cancel":
-                if number in self._running:
-                    self._running[number].cancel()
-                continue
-            task = asyncio.create_task(self._answer(order, writer))
-            self._running[number] = task
-            task.add_done_callback(functools.partial(self._forget, number))
-        for task in self._running.values():
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+    async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Play the episode that a connection orders, until it ends or the connection is closed."""
+        answering = asyncio.create_task(self._answer(json.loads(await reader.readline())))
+        hung_up = asyncio.create_task(reader.read())
+        await asyncio.wait({answering, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if answering.done() and not answering.cancelled():
+            writer.write(json.dumps(answering.result()).encode())
+        answering.cancel()
+        writer.close()
 
-    def _forget(self, number: int, _: asyncio.Task[None]) -> None:
-        self._running.pop(number, None)
-
-    async def _answer(self, order: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
-            answer = await self._play(order)
+            return await self._play(order)
         except Unusable as error:
-            answer = {"unusable": str(error)}
+            return {"unusable": str(error)}
         except Exception as error:
-            answer = {"lost": _line(error)}
-        writer.write(json.dumps({**answer, "number": order["number"]}).encode() + b"\n")
-        await writer.drain()
+            return {"lost": _line(error)}
 
     async def _play(self, order: dict[str, Any]) -> dict[str, Any]:
+        from verifiers.v1.clients import ModelContext
         from verifiers.v1.configs.client import TrainClientConfig
-        from verifiers.v1.serve import EpisodeAssembly
         from verifiers.v1.types import SamplingConfig
 
         task = self._found.tasks.get(order["task"])
         if task is None:
             raise LookupError(f"no task {order['task']!r}")
-        assembly = EpisodeAssembly()
         client = TrainClientConfig.model_validate(
             {
                 "type": "train",
@@ -447,17 +367,19 @@ class Bridge:
                 "renderer_model_name": order["tokenizer"],
             }
         )
+        sampling = SamplingConfig.model_validate(self._found.options["sampling"])
+        (slot,) = self._found.env.slots(task)
+        context = ModelContext(model=order["model"], client=client, sampling=sampling)
+        playing = asyncio.create_task(self._found.env.run_slot(slot, context))
+        self.running.add(playing)
+        playing.add_done_callback(self.running.discard)
         try:
-            async with asyncio.timeout(order["seconds"]):
-                episode = await self.client.run(
-                    client,
-                    order["model"],
-                    SamplingConfig.model_validate(self._found.options["sampling"]),
-                    task.data.model_dump(mode="json"),
-                    on_delta=assembly.apply,
-                )
-        except TimeoutError:
-            return self._record(_traces(assembly), [], timeout=True)
+            await asyncio.wait({playing}, timeout=order["seconds"])
+            if not playing.done():
+                return self._record(slot.traces, [], timeout=True)
+        finally:
+            playing.cancel()
+        episode = playing.result()
         self._check_usable(episode, order["tokenizer"])
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
 
@@ -498,19 +420,6 @@ class Bridge:
             given = [trace.reward for trace in ours if any(each is not None for each in trace.rewards.values())]
             told["reward"] = sum(given) / len(given) if given else None
         return told
-
-
-def _traces(assembly: Any) -> list[Any]:
-    """The traces recorded so far in an unfinished episode."""
-    from pydantic import ValidationError
-    from verifiers.v1.episode import WireEpisode
-
-    kind = WireEpisode.model_fields["traces"].annotation.__args__[0]
-    found = []
-    for record in assembly.traces.values():
-        with contextlib.suppress(ValidationError):
-            found.append(kind.model_validate({key: value for key, value in record.items() if key != "pending"}))
-    return found
 
 
 def _error(error: Any) -> dict[str, str]:
@@ -558,70 +467,63 @@ def _node(node: Any, *, trained: bool) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: Any, told: Any) -> None:
-    from verifiers.v1.serve import env_config_data
-
-    control = socket.socket(fileno=descriptor)
-    control.setblocking(False)
-    reader, writer = await asyncio.open_connection(sock=control, limit=_LONGEST_LINE)
-    try:
-        found = Found(options)
-        told.send((env_config_data(found.config), found.path))
-        bridge = Bridge(found, _address(folder), truth=options["truth"])
-        until = time.monotonic() + options["start_seconds"]
-        while not await bridge.client.health(timeout=1.0):
-            if not server.is_alive():
-                raise Unusable(f"verifiers' environment server ended with status {server.exitcode}")
-            if time.monotonic() > until:
-                raise Unusable(f"verifiers' environment server did not answer within {options['start_seconds']:g} s")
-        listening = asyncio.create_task(bridge.listen(reader, writer))
-        ended = asyncio.create_task(asyncio.to_thread(server.join))
-        await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
-        # Open orders are not answered; the host sees the end of this process.
-        told.close()
-    except Exception as error:
-        said = str(error) if isinstance(error, Unusable) else _line(error)
-        writer.write(json.dumps({"error": said}).encode() + b"\n")
-        await writer.drain()
-    finally:
-        if server.is_alive():
-            server.terminate()
-            await asyncio.to_thread(server.join, _END_SECONDS)
-            server.kill()
-        # A thread may still be waiting for a server that cannot be ended.
-        os._exit(0)
+async def serve(found: Found, folder: Path, ready: Callable[[], None]) -> None:
+    """Play the episodes that are ordered on the socket ``folder/episodes``, until cancelled."""
+    _run_scripts_here(folder)
+    player = Player(found)
+    async with found.env.serving():
+        await asyncio.start_unix_server(player.connected, folder / "episodes")
+        ready()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for episode in player.running:
+                episode.cancel()
+            await asyncio.gather(*player.running, return_exceptions=True)
 
 
-def main() -> int:
+def _end_with(control: int) -> None:
+    """Interrupt this process when the host closes ``control`` or dies; code of tasks may keep it from ending."""
+    os.read(control, 1)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(_END_SECONDS)
+    os._exit(1)
+
+
+def main() -> None:
     """Run the command in the arguments; see the module's docstring."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Output of other code must not be mistaken for an answer.
+    options = json.loads(sys.stdin.readline())
+    control, out = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
+    # Other code must read nothing here, and its output must not be mistaken for an answer.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    options = json.loads(sys.stdin.read())
     # Imports stay in memory; collecting would take 20 % of the time.
     gc.disable()
-    if sys.argv[1] == "serve":
-        control, folder = int(sys.argv[2]), sys.argv[3]
-        try:
-            server, told = forked_server(folder, control, truth=options["truth"])
-        except Unusable as error:
-            os.write(control, json.dumps({"error": str(error)}).encode() + b"\n")
-            return 0
-        asyncio.run(_serve(control, options, folder, server, told))
-        return 0
+
+    def answer(told: dict[str, Any]) -> None:
+        out.write(json.dumps(told) + "\n")
+        out.flush()
+
     try:
         if sys.argv[1] == "renderer":
             check_renderer(options)
-            answer = {}
+            answer({})
+        elif sys.argv[1] == "tasks":
+            answer(Found(options).told())
         else:
-            answer = Found(options).told()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Thread(target=_end_with, args=[control], daemon=True).start()
+            found = Found(options)
+            gc.freeze()
+            gc.enable()
+            asyncio.run(serve(found, Path(sys.argv[2]), lambda: answer({})))
     except Unusable as error:
-        answer = {"error": str(error)}
-    out.write(json.dumps(answer))
-    out.flush()
-    gc.freeze()
-    return 0
+        answer({"error": str(error)})
+    except Exception as error:
+        answer({"error": _line(error)})
+    except KeyboardInterrupt:
+        pass
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,4 +1,4 @@
-"""Tasksets of the package ``verifiers`` as an environment: its environment server plays the episodes."""
+"""Tasksets of the package ``verifiers`` as an environment: its own code plays the episodes, in a process beside."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 from draco_ray.verifiers.options import read_options, told_to_bridge, verifiers_python
-from draco_ray.verifiers.process import Listing, check_renderer, leave_bridge, listing, shared_bridge
+from draco_ray.verifiers.process import Listing, check_renderer, end_bridge, listing, shared_bridge
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
@@ -61,7 +61,7 @@ class VerifiersEnvironment(Environment):
         offers = self._listing.tools
         if offers is None or self.options.renderer is not None:
             return
-        told = told_to_bridge(self.options, self.config, ground_truth=False)
+        told = told_to_bridge(self.options, ground_truth=False)
         tokenizer = os.path.abspath(path) if os.path.isdir(path) else path
         passed = tuple(self.options.pass_environment)
         check_renderer(told, verifiers_python(self.options), passed, tokenizer=tokenizer, offers=offers)
@@ -72,11 +72,11 @@ class VerifiersEnvironment(Environment):
 
     async def stop(self) -> None:
         """See `Environment`."""
-        await leave_bridge(self)
+        await end_bridge(self.options, ground_truth=self.ground_truth)
 
     @property
     def _listing(self) -> Listing:
-        told = told_to_bridge(self.options, self.config, ground_truth=False)
+        told = told_to_bridge(self.options, ground_truth=False)
         return listing(told, verifiers_python(self.options), tuple(self.options.pass_environment))
 
 
@@ -99,9 +99,7 @@ class VerifiersWorld:
         """
         environment, order = self._environment, json.loads(action)
         limit = environment.config.cell_timeout_seconds
-        bridge = shared_bridge(
-            environment.options, environment.config, ground_truth=environment.ground_truth, user=environment
-        )
+        bridge = shared_bridge(environment.options, environment.config, ground_truth=environment.ground_truth)
         order |= {"task": self.task.task_id, "seconds": min(limit, order["seconds"])}
         answer = await bridge.play(order)
         self._reward = answer.pop("reward", None)

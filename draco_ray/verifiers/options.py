@@ -65,7 +65,7 @@ def verifiers_python(options: VerifiersOptions) -> str:
         raise ConfigError(str(error)) from None
 
 
-def told_to_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> str:
-    """The bridge's standard input."""
+def told_to_bridge(options: VerifiersOptions, *, ground_truth: bool) -> str:
+    """The bridge's options, a line of JSON."""
     told = options.model_dump(include={"taskset", "env", "splits", "renderer", "sampling", "path"})
-    return json.dumps({**told, "truth": ground_truth, "start_seconds": config.start_timeout_seconds})
+    return json.dumps({**told, "truth": ground_truth})

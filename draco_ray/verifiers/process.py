@@ -1,24 +1,21 @@
-"""The host's side of a `bridge`: starts its process, and sends orders through a socket."""
+"""The host's side of a `bridge`: starts its process, and orders an episode on each connection to its socket."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
-import itertools
 import json
 import os
 import secrets
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.jail import linux
 from draco_ray.environments.program import MARK, end_strays, passed_environment
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.temp_dirs import PrivateTempDir
@@ -30,7 +27,6 @@ _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DAT
 _LIST_SECONDS = 900.0
 """Time limit for loading a taskset, including a download of its data."""
 _END_SECONDS = 15.0
-_LONGEST_LINE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,106 +104,94 @@ def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]
 
 
 class BridgeProcess:
-    """A running bridge, for use in one event loop."""
+    """A running bridge."""
 
     def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        mark: str,
-        said: Any,
-        folder: PrivateTempDir,
-        streams: tuple[Any, asyncio.StreamWriter],
+        self, words: list[str], environment: dict[str, str], ours: asyncio.StreamWriter, theirs: socket.socket
     ) -> None:
-        self._process, self._mark, self._said, self._folder = process, mark, said, folder
-        self._reader, self._writer = streams
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self.played = 0
-        """Number of episodes so far."""
-        self.alive = True
-        self._listening = asyncio.ensure_future(self._listen())
+        """Start the process; it ends when ``ours``, the other end of ``theirs``, is closed. Raises: OSError."""
+        self._mark = secrets.token_hex(16)
+        self._folder = PrivateTempDir()
+        self._output = self._folder.path / "output"
+        self._control = ours
+        with self._output.open("wb") as output:
+            # subprocess instead of asyncio's: see `draco_ray.environments.program`.
+            self._process = subprocess.Popen(
+                [*words, str(self._folder.path)],
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                stderr=output,
+                env={**environment, MARK: self._mark},
+                start_new_session=True,
+            )
+        self.played = self.playing = 0
+        """Number of episodes so far, and of those that are running."""
 
     @classmethod
     async def start(cls, options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> BridgeProcess:
-        """Start a bridge with verifiers' environment server.
+        """Start a bridge, and with it verifiers' environment.
 
-        Raises: WorldError: verifiers' Python is missing; EnvironmentCrashed: the bridge does not answer; the message
+        Raises: ConfigError: verifiers' Python is missing; EnvironmentCrashed: the bridge does not answer; the message
             quotes its output.
         """
         python = verifiers_python(options)
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        mark = secrets.token_hex(16)
-        said = tempfile.TemporaryFile()  # noqa: SIM115
-        folder = PrivateTempDir()
-        with theirs, tempfile.TemporaryFile() as stdin:
-            stdin.write(told_to_bridge(options, config, ground_truth=ground_truth).encode())
-            stdin.seek(0)
-            # subprocess instead of asyncio's: see `draco_ray.environments.program`.
-            process = subprocess.Popen(  # noqa: ASYNC220
-                [python, str(_BRIDGE), "serve", str(theirs.fileno()), str(folder.path)],
-                stdin=stdin,
-                stdout=said,
-                stderr=said,
-                pass_fds=[theirs.fileno()],
-                env={**_environment(python, tuple(options.pass_environment)), MARK: mark},
-                start_new_session=True,
-                preexec_fn=linux.die_with_parent,
-            )
-        streams = await asyncio.open_connection(sock=ours, limit=_LONGEST_LINE)
+        mine, theirs = socket.socketpair()
+        reader, control = await asyncio.open_connection(sock=mine)
+        with theirs:
+            words = [python, str(_BRIDGE), "serve"]
+            started = cls(words, _environment(python, tuple(options.pass_environment)), control, theirs)
+        control.write(told_to_bridge(options, ground_truth=ground_truth).encode() + b"\n")
         try:
             async with asyncio.timeout(2 * config.start_timeout_seconds):
-                first = json.loads(await streams[0].readline() or "{}")
+                line = await reader.readline()
+            problem = json.loads(line).get("error") if line else f"it ended; last output: {started.last_words()}"
         except (TimeoutError, OSError, ValueError) as error:
-            first = {"error": f"it did not answer: {type(error).__name__}"}
-        started = cls(process, mark, said, folder, streams)
-        if "ready" not in first:
-            why = first.get("error") or f"it ended; last output: {started.last_words()}"
+            problem = f"it did not answer: {type(error).__name__}"
+        except asyncio.CancelledError:
             await started.kill()
-            raise EnvironmentCrashed(f"verifiers' environment server cannot be started: {why}")
+            raise
+        if problem:
+            await started.kill()
+            raise EnvironmentCrashed(f"verifiers' environment server cannot be started: {problem}")
         return started
 
     @property
-    def busy(self) -> bool:
-        """Whether an episode is running."""
-        return bool(self._waiting)
+    def alive(self) -> bool:
+        """Whether it can play."""
+        return self._process.poll() is None
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Play an episode; cancelling the call ends it.
 
         Raises: EnvironmentCrashed: the process is lost, or cannot play the episode.
         """
-        number = next(self._numbers)
-        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
         self.played += 1
+        self.playing += 1
         try:
-            await self._send({**order, "do": "play", "number": number})
-            told = await answer
-        except asyncio.CancelledError:
-            with contextlib.suppress(EnvironmentCrashed):
-                await self._send({"do": "cancel", "number": number})
-            raise
+            reader, writer = await asyncio.open_unix_connection(self._folder.path / "episodes")
+            try:
+                writer.write(json.dumps(order).encode() + b"\n")
+                told = dict(json.loads(await reader.read()))
+            finally:
+                writer.close()
+        except (OSError, ValueError):
+            raise EnvironmentCrashed(f"verifiers' environment server died; last output: {self.last_words()}") from None
         finally:
-            self._waiting.pop(number, None)
+            self.playing -= 1
         if "lost" in told:
             raise EnvironmentCrashed(f"verifiers: {told['lost']}")
         return told
 
     def last_words(self) -> str:
-        """The end of the output of the bridge and verifiers."""
-        size = os.fstat(self._said.fileno()).st_size
-        text = os.pread(self._said.fileno(), 4000, max(0, size - 4000)).decode("utf-8", "replace")
-        return " ".join(text.split())[-300:]
+        """The end of its output."""
+        with contextlib.suppress(OSError), self._output.open("rb") as output:
+            output.seek(max(0, os.fstat(output.fileno()).st_size - 4000))
+            return " ".join(output.read().decode("utf-8", "replace").split())[-300:]
+        return ""
 
     async def kill(self) -> None:
         """End the process and its descendants; it first gets time to end by itself."""
-        self.alive = False
-        self._listening.cancel()
-        self._writer.close()
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(EnvironmentCrashed("verifiers' environment server was ended"))
+        self._control.close()
         await asyncio.shield(asyncio.to_thread(self._end))
 
     def _end(self) -> None:
@@ -218,104 +202,57 @@ class BridgeProcess:
             self._process.wait()
         end_strays(self._mark)
         self._folder.remove()
-        self._said.close()
-
-    async def _send(self, order: Mapping[str, Any]) -> None:
-        if not self.alive:
-            raise EnvironmentCrashed("verifiers' environment server has ended")
-        try:
-            self._writer.write(json.dumps(order).encode() + b"\n")
-            await self._writer.drain()
-        except OSError as error:
-            raise EnvironmentCrashed(f"verifiers' environment server has ended: {error}") from None
-
-    async def _listen(self) -> None:
-        try:
-            while line := await self._reader.readline():
-                told = json.loads(line)
-                if "error" in told:
-                    break
-                waiting = self._waiting.get(told["number"])
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(told)
-        except (OSError, ValueError):
-            pass
-        self.alive = False
-        for waiting in self._waiting.values():
-            if not waiting.done():
-                waiting.set_exception(
-                    EnvironmentCrashed(f"verifiers' environment server died; last output: {self.last_words()}")
-                )
 
 
-@dataclass(eq=False)
-class Shared:
-    """A bridge shared by all slots of a process with the same options.
+class SharedBridge:
+    """The bridge of all slots of a process that have the same options.
 
-    It is replaced when it dies or has played the maximum number of episodes.
+    It is replaced when it has ended, or has played the maximum number of episodes.
     """
 
-    options: VerifiersOptions
-    config: EnvironmentConfig
-    ground_truth: bool
-    users: set[int] = field(default_factory=set)
-    _bridge: BridgeProcess | None = None
-    _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _ending: set[asyncio.Task[None]] = field(default_factory=set)
+    def __init__(self, options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> None:
+        self._start = functools.partial(BridgeProcess.start, options, config, ground_truth=ground_truth)
+        self._most = config.recycle_after_tasks * config.slots_per_worker
+        self._bridges: list[BridgeProcess] = []
+        """The last one plays what comes; earlier ones finish their episodes."""
+        self._starting = asyncio.Lock()
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """See `BridgeProcess.play`. Raises: also as `BridgeProcess.start`."""
-        bridge = await self._running()
+        async with self._starting:
+            if not self._bridges or not self._bridges[-1].alive or self._bridges[-1].played >= self._most:
+                self._bridges.append(await self._start())
+            bridge = self._bridges[-1]
         try:
             return await bridge.play(order)
         finally:
-            if bridge is not self._bridge and not bridge.busy and bridge.alive:
-                self._end(bridge)
+            done = [each for each in self._bridges[:-1] if not each.playing]
+            self._bridges = [each for each in self._bridges if each not in done]
+            await asyncio.gather(*(each.kill() for each in done))
 
     async def stop(self) -> None:
         """End the bridge."""
-        if self._bridge is not None:
-            bridge, self._bridge = self._bridge, None
-            await bridge.kill()
-        await asyncio.gather(*self._ending)
-
-    async def _running(self) -> BridgeProcess:
-        async with self._starting:
-            bridge, most = self._bridge, self.config.recycle_after_tasks * self.config.slots_per_worker
-            if bridge is not None and bridge.alive and bridge.played < most:
-                return bridge
-            self._bridge = None
-            if bridge is not None and not bridge.busy:
-                self._end(bridge)
-            self._bridge = await BridgeProcess.start(self.options, self.config, ground_truth=self.ground_truth)
-            return self._bridge
-
-    def _end(self, bridge: BridgeProcess) -> None:
-        ending = asyncio.ensure_future(bridge.kill())
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
+        bridges, self._bridges = self._bridges, []
+        await asyncio.gather(*(each.kill() for each in bridges))
 
 
-_SHARED: dict[tuple[int, str], Shared] = {}
+_SHARED: dict[tuple[int, str], SharedBridge] = {}
 
 
-def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool, user: object) -> Shared:
-    """This event loop's bridge for these options, which ``user`` shares until `leave_bridge`."""
-    told = told_to_bridge(options, config, ground_truth=ground_truth)
-    key = (id(asyncio.get_running_loop()), told)
-    shared = _SHARED.setdefault(key, Shared(options, config, ground_truth))
-    shared.users.add(id(user))
-    return shared
+def _key(options: VerifiersOptions, ground_truth: bool) -> tuple[int, str]:
+    return id(asyncio.get_running_loop()), told_to_bridge(options, ground_truth=ground_truth)
 
 
-async def leave_bridge(user: object) -> None:
-    """Release the bridges of ``user``; those without other users end."""
-    for key, shared in list(_SHARED.items()):
-        if id(user) in shared.users:
-            shared.users.discard(id(user))
-            if not shared.users:
-                _SHARED.pop(key)
-                await shared.stop()
+def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> SharedBridge:
+    """This event loop's bridge for these options."""
+    return _SHARED.setdefault(_key(options, ground_truth), SharedBridge(options, config, ground_truth=ground_truth))
+
+
+async def end_bridge(options: VerifiersOptions, *, ground_truth: bool) -> None:
+    """End this event loop's bridge for these options, for all that share it; nothing if there is none."""
+    shared = _SHARED.pop(_key(options, ground_truth), None)
+    if shared is not None:
+        await shared.stop()
 
 
 def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:

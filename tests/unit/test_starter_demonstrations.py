@@ -1,4 +1,4 @@
-"""Demonstrations: draws of faults, wordings, and that the agent loop records them as it would a policy's episode."""
+"""Demonstrations: draws of faults, wordings, and that their tokens are those of an episode in the agent loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 from draco_ray.config.load import load_config
+from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.records import EpisodeEnd, Task
+from draco_ray.engine.sampler import Sample
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
+from draco_ray.environments.base import WorldVerdict
+from draco_ray.records import EpisodeEnd, Task, Trajectory
+from draco_ray.rollout.agent import RolloutRequest, agent_template
 from draco_ray.rollout.code_block import cut_output, extract_code
+from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.starter import demonstrations as demo
 from draco_ray.sandbox.starter.settings import FAULT_RATES, StarterSettings
 from draco_ray.sandbox.starter.tokenizer import train_tokenizer
@@ -82,15 +89,68 @@ def test_every_wording_can_be_reworded_into_every_other(family) -> None:  # type
         assert {demo.reword(demonstration, rng).task.instruction for _ in range(80)} == told
 
 
-async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
+class Script:
+    """A sampler that returns the turns of a script, one per call."""
+
+    name = "script"
+
+    def __init__(self, turns: list[list[int]]) -> None:
+        self._turns = iter(turns)
+
+    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
+        turn = next(self._turns)
+        assert len(turn) <= max_tokens
+        return Sample(token_ids=turn, logprobs=[0.0] * len(turn), finish_reason="stop", policy_version=0)
+
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> None:
+        raise NotImplementedError
+
+
+class Recording:
+    """A stand-in world that replays recorded outputs."""
+
+    def __init__(self, demonstration: demo.Demonstration) -> None:
+        self.task = demonstration.task
+        self._outputs = iter(demonstration.outputs)
+
+    async def act(self, action: str) -> str:
+        return next(self._outputs)
+
+    async def evaluate(self) -> WorldVerdict:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+
+async def recorded(demonstration: demo.Demonstration, chat: ChatTokens, agent: AgentConfig) -> Trajectory:
+    """What the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
+    lines = demo.turn_texts(demonstration, "Done.")
+    turns = [[*chat.tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines]
+    template = agent_template(agent.prompt, AppWorldEnvironment.agent_prompt)
+    player = CodeAgent(TokenPolicy(Script(turns), chat, agent), agent, template)
+    request = RolloutRequest(task_id="abc_1", group="demonstrations", rollout=0, attempt=0, seed=0)
+    return await player.run(Recording(demonstration), request)
+
+
+@pytest.mark.parametrize("max_turns", [AGENT.max_turns, 3])
+async def test_an_example_has_the_tokens_that_the_agent_loop_records(max_turns: int) -> None:
+    agent = AGENT.model_copy(update={"max_turns": max_turns})
     demonstration = played(frozenset({Fault.REPEAT_FAILING_CALL}), output="x" * 500 + "<|im_end|>")
-    tokenizer = train_tokenizer(demo.texts(demonstration, AGENT, "Done."), 600, 4096)
-    chat = ChatTokens(tokenizer, thinking=AGENT.thinking)
-    trajectory = await demo.record(demonstration, tokenizer, chat, AGENT, "Done.")
+    tokenizer = train_tokenizer(demo.texts(demonstration, agent, "Done."), 600, 4096)
+    chat = ChatTokens(tokenizer, thinking=agent.thinking)
+    example = demo.example(demonstration, chat, agent, "Done.")
+    trajectory = await recorded(demonstration, chat, agent)
+    assert example.token_ids == tuple(trajectory.token_ids_T.tolist())
+    assert example.sampled == tuple(trajectory.sampled_T.tolist())
+    if max_turns == 3:
+        assert trajectory.ended is EpisodeEnd.TURN_LIMIT
+        assert len(trajectory.turns) == 3
+        return
     assert trajectory.ended is EpisodeEnd.FINISHED
     assert tuple(turn.action for turn in trajectory.steps) == demonstration.cells
     assert [turn.observation for turn in trajectory.steps] == [
-        cut_output(output, AGENT.max_output_characters) for output in demonstration.outputs
+        cut_output(output, agent.max_output_characters) for output in demonstration.outputs
     ]
     assert trajectory.turns[-1].text == "Done."
     # Every sampled stretch is one turn and its end; a policy that samples it is understood in the same way.
@@ -98,18 +158,9 @@ async def test_the_agent_loop_records_a_demonstration_as_an_episode() -> None:
         sampled = trajectory.token_ids_T[turn.first_token : turn.last_token].tolist()
         assert trajectory.sampled_T[turn.first_token : turn.last_token].all()
         assert sampled[-1] == chat.end_of_turn_id
-        assert len(sampled) <= (AGENT.max_turn_tokens or 0)
+        assert len(sampled) <= (agent.max_turn_tokens or 0)
         assert extract_code(chat.text(sampled)) == turn.action
     assert trajectory.sampled_T.sum() == sum(turn.last_token - turn.first_token for turn in trajectory.turns)
     assert int((trajectory.token_ids_T[~trajectory.sampled_T] == chat.end_of_turn_id).sum()) == len(
         trajectory.prompt
     ) + len(trajectory.steps)
-
-
-async def test_an_episode_longer_than_the_agents_limit_ends_there() -> None:
-    demonstration = played()
-    tokenizer = train_tokenizer(demo.texts(demonstration, AGENT, "Done."), 600, 4096)
-    short = AGENT.model_copy(update={"max_turns": 3})
-    trajectory = await demo.record(demonstration, tokenizer, ChatTokens(tokenizer, thinking=False), short, "Done.")
-    assert trajectory.ended is EpisodeEnd.TURN_LIMIT
-    assert len(trajectory.turns) == 3

@@ -8,9 +8,10 @@ import torch
 
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.sandbox.starter import train as train_module
+from draco_ray.sandbox.starter.demonstrations import Example
 from draco_ray.sandbox.starter.settings import StarterSettings
 from draco_ray.sandbox.starter.tokenizer import TURN_END, train_tokenizer
-from draco_ray.sandbox.starter.train import Example, batches, new_model, train
+from draco_ray.sandbox.starter.train import batches, new_model, train
 
 TEXTS = [
     "<code>\nrows = apis.spotify.show_song_library(access_token=spotify_token)\nprint(len(rows))\n</code>",

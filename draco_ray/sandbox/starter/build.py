@@ -5,16 +5,15 @@ PyTorch and AppWorld are imported or started only when there is something to bui
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draco_ray.config.load import load_config
 from draco_ray.config.machine import set_threads
@@ -32,10 +31,6 @@ from draco_ray.sandbox.world.scripts import Family, families
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
-if TYPE_CHECKING:
-    from draco_ray.engine.chat import ChatTokens
-    from draco_ray.sandbox.starter.train import Example
-
 RECIPE = "starter.json"
 """File written last: a folder with it is complete, and its content tells whether the folder is up to date."""
 PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
@@ -48,8 +43,6 @@ SOURCES = (
     "sandbox/world/families.toml",
     "rollout/agent.py",
     "rollout/code_block.py",
-    "rollout/tokens.py",
-    "rollout/turn_agent.py",
     "engine/chat.py",
 )
 """Files and folders of the package that determine the weights."""
@@ -180,7 +173,7 @@ def _build(
     corpus = (text for played in rounds for each in played for text in demo.texts(each, agent, settings.closing))
     tokenizer = train_tokenizer(corpus, settings.vocabulary, settings.positions)
     chat = ChatTokens(tokenizer, thinking=agent.thinking)
-    epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
+    epochs = [[demo.example(each, chat, agent, settings.closing) for each in played] for played in rounds]
     tokens = sum(len(example.token_ids) for example in epochs[0])
     say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens per demonstration")
 
@@ -198,25 +191,3 @@ def _tasks(world: Path, manifest: dict[str, Any], split: str) -> list[tuple[Task
     return [
         (load_task(world, task_id), known[manifest["tasks"][task_id]["family"]]) for task_id in load_split(world, split)
     ]
-
-
-async def _epochs(
-    rounds: Sequence[Sequence[demo.Demonstration]],
-    tokenizer: Any,
-    chat: ChatTokens,
-    agent: AgentConfig,
-    settings: StarterSettings,
-) -> list[list[Example]]:
-    """The training data of each epoch, in tokens."""
-    from draco_ray.sandbox.starter.train import Example
-
-    epochs = []
-    for played in rounds:
-        recorded = [await demo.record(each, tokenizer, chat, agent, settings.closing) for each in played]
-        epochs.append(
-            [
-                Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.sampled_T.tolist()))
-                for each in recorded
-            ]
-        )
-    return epochs

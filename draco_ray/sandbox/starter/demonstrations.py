@@ -1,4 +1,4 @@
-"""Demonstrations: the sandbox's scripts with random faults, executed in AppWorld, recorded by the agent loop itself."""
+"""Demonstrations: the sandbox's scripts with random faults, executed in AppWorld, as the agent loop records them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
-from draco_ray.environments.base import WorldVerdict
-from draco_ray.records import Task, Trajectory
-from draco_ray.rollout.agent import RolloutRequest, agent_template, fill_agent_prompt
+from draco_ray.records import Task
+from draco_ray.rollout.agent import agent_template, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output
-from draco_ray.rollout.tokens import TokenPolicy
-from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.scripted import run_scripts
 from draco_ray.sandbox.world.scripts import Family, Fault
 
@@ -35,6 +30,15 @@ class Demonstration:
     """The code of its turns."""
     outputs: tuple[str, ...] = ()
     """What AppWorld printed for each cell, not truncated; empty before execution."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Example:
+    """One demonstration of T tokens, as the agent loop would have recorded it."""
+
+    token_ids: tuple[int, ...]
+    sampled: tuple[bool, ...]
+    """True where the policy would have sampled the token: the loss mask."""
 
 
 def draw(
@@ -103,57 +107,20 @@ def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
     raise ValueError(f"task {demonstration.task.task_id}: {demonstration.task.instruction!r} fits no wording")
 
 
-async def record(
-    demonstration: Demonstration, tokenizer: Any, chat: ChatTokens, agent: AgentConfig, closing: str
-) -> Trajectory:
-    """The trajectory that the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
-    lines = turn_texts(demonstration, closing)
-    sampler = _Script([[*tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines])
-    request = RolloutRequest(task_id=demonstration.task.task_id, group="demonstrations", rollout=0, attempt=0, seed=0)
-    player = CodeAgent(TokenPolicy(sampler, chat, agent), agent, _template(agent))
-    return await player.run(_Recording(demonstration), request)
+def example(demonstration: Demonstration, chat: ChatTokens, agent: AgentConfig, closing: str) -> Example:
+    """The tokens that the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
+    ids = chat.prompt(fill_agent_prompt(_template(agent), demonstration.task))
+    sampled = [False] * len(ids)
+    turns = turn_texts(demonstration, closing)[: agent.max_turns]
+    for index, turn in enumerate(turns):
+        said = [*chat.tokenizer.encode(turn, add_special_tokens=False), chat.end_of_turn_id]
+        told: list[int] = []
+        if index < len(turns) - 1:
+            told = chat.after_turn(said, cut_output(demonstration.outputs[index], agent.max_output_characters))
+        ids += [*said, *told]
+        sampled += [True] * len(said) + [False] * len(told)
+    return Example(token_ids=tuple(ids), sampled=tuple(sampled))
 
 
 def _template(agent: AgentConfig) -> str:
     return agent_template(agent.prompt, AppWorldEnvironment.agent_prompt)
-
-
-class _Script:
-    """A sampler that returns the turns of a script, one per call."""
-
-    name = "script"
-
-    def __init__(self, turns: list[list[int]]) -> None:
-        self._turns = iter(turns)
-
-    async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
-        """The next turn, cut at ``max_tokens`` as an engine would."""
-        turn = next(self._turns)
-        return Sample(
-            token_ids=turn[:max_tokens],
-            logprobs=[0.0] * len(turn[:max_tokens]),
-            finish_reason="stop" if len(turn) <= max_tokens else "length",
-            policy_version=0,
-        )
-
-    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> None:
-        """Return nothing, because the turns are code."""
-
-
-class _Recording:
-    """A stand-in environment that replays recorded outputs."""
-
-    def __init__(self, demonstration: Demonstration) -> None:
-        self.task = demonstration.task
-        self._outputs = iter(demonstration.outputs)
-
-    async def act(self, action: str) -> str:
-        """What the next cell printed."""
-        return next(self._outputs)
-
-    async def evaluate(self) -> WorldVerdict:
-        """Not needed: a recording is never evaluated."""
-        raise NotImplementedError
-
-    async def close(self) -> None:
-        """Nothing to close."""

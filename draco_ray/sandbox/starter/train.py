@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,19 +12,11 @@ from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.machine import has_bfloat16
+from draco_ray.sandbox.starter.demonstrations import Example
 from draco_ray.sandbox.starter.settings import StarterSettings
 
 OnUpdate = Callable[[int, int, float], None]
 """Called after every optimizer update with (updates done, updates in all, loss in nats per token)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Example:
-    """One demonstration of T tokens as the agent loop would have recorded it."""
-
-    token_ids: tuple[int, ...]
-    sampled: tuple[bool, ...]
-    """True where the policy would have sampled the token: the loss mask."""
 
 
 def new_model(tokenizer: PreTrainedTokenizerFast, settings: StarterSettings, seed: int) -> Qwen3ForCausalLM:
