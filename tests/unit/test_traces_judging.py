@@ -133,6 +133,42 @@ def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
     assert static.error == "0 of 2 traces could be scored"
 
 
+def test_which_credit_calls_are_made_is_what_the_settings_say(tmp_path: Path) -> None:
+    """The criterion that all pass is dropped: by default it needs no credit call."""
+    (tmp_path / "passed.yaml").write_text(f"- {json.dumps(canned_judge.SEARCHES)}", encoding="utf-8")
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    every = {"algorithm": {"skip_useless_credit_calls": False, "credit_surviving_only": False}}
+    for config, calls in ((None, 0), (every, 2)):
+        canned = Canned()
+        judge_sync(groups, MODEL, rubric=tmp_path / "passed.yaml", config=config, complete=canned)
+        assert canned.phases().count("credit") == calls
+    for config, cited in ((None, False), (every, True)):
+        (group,) = judge_sync(groups, MODEL, config=config, complete=Canned())
+        assert [bool(trace.verdicts[1].steps) for trace in group.rollouts] == [cited] * 2
+
+
+def test_without_a_criterion_there_is_no_reward(tmp_path: Path) -> None:
+    none = json.dumps({"entries": []})
+    (group,) = judge_sync(
+        load_traces(FILES / "openai_chat.jsonl"), MODEL, out=tmp_path / "out", complete=Canned(union=lambda _: none)
+    )
+    assert group.error == "no rubric: no criterion distinguishes the traces of the group"
+    assert [(trace.reward, trace.error) for trace in group.rollouts] == [(None, None)] * 2
+    (row,) = RunDirectory.open(tmp_path / "out").table("groups").to_pylist()
+    assert (row["state"], row["rollouts"], row["lost"]) == ("failed", 2, 0)
+
+
+async def test_the_rubric_of_a_large_group_is_merged_from_its_first_traces() -> None:
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    many = replace(groups[0], read=lambda: [*groups[0].traces * 9])
+    canned = Canned()
+    (found,) = await judge([many], MODEL, complete=canned)
+    (union,) = (each.messages[0].content for each in canned.asked if each.phase == "union")
+    assert union.count("<rollout index=") == 16
+    assert found.notes == ("the rubric was merged from the first 16 of 18 traces",)
+    assert [canned.phases().count(phase) for phase in ("stage2", "score", "credit")] == [18] * 3
+
+
 def test_what_fails_is_said_and_is_no_verdict() -> None:
     broken = Canned(score=lambda prompt: "no" if "booked UA1" in prompt else canned_judge.answer(prompt))
     (group,) = judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=broken)
