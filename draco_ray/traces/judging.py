@@ -33,7 +33,6 @@ from draco_ray.records import (
     Message,
     RolloutAdvantage,
     Trajectory,
-    Turn,
 )
 from draco_ray.rollout.finished import PlayedRollouts
 from draco_ray.traces.conversation import tool_texts
@@ -218,15 +217,7 @@ def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
         policy_version=0,
         prompt=trace.prompt,
         turns=tuple(
-            Turn(
-                text=turn.text,
-                action=turn.action,
-                observation=turn.observation,
-                role=turn.role,
-                first_token=end - count,
-                last_token=end,
-                message=turn.message,
-            )
+            replace(turn, first_token=end - count, last_token=end)
             for turn, count, end in zip(trace.turns, counts, ends, strict=True)
         ),
         token_ids_T=np.full(total, UNKNOWN_TOKEN, dtype=np.int32),

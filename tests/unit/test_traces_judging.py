@@ -19,13 +19,13 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
-from draco_ray.records import EpisodeEnd, Message
+from draco_ray.records import EpisodeEnd, Message, Turn
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import step_trajectories
 from draco_ray.traces.judging import as_trajectory, environment_facts
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import groups_of, load_traces
-from draco_ray.traces.model import Trace, TraceTurn
+from draco_ray.traces.model import Trace
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
 
@@ -341,7 +341,7 @@ def long_trace(**lengths: int) -> Trace:
         task_id="t",
         prompt=(Message(role="user", content="p" * lengths.get("prompt", 10)),),
         turns=tuple(
-            TraceTurn(
+            Turn(
                 role="assistant",
                 text=f"{said}\n\n{action}",
                 action=action,
@@ -442,7 +442,7 @@ def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
     trajectory = as_trajectory(trace, "g", 0)
     assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.judged_steps]
     assert (trajectory.token_ids_T == -1).all()
-    counted = replace(trace, turns=tuple(replace(t, tokens=7 if t.role == "assistant" else None) for t in trace.turns))
+    counted = replace(trace, turns=tuple(replace(t, last_token=7 if t.role == "assistant" else 0) for t in trace.turns))
     assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7, 7, 7]
     assert len(as_trajectory(counted, "g", 0).token_ids_T) == 28
 

@@ -18,11 +18,10 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Credit, Rubric, Score, Stage1, Stage2, Union
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
-from draco_ray.records import Attribution, EpisodeEnd, IntArray, Message, RolloutAdvantage, Trajectory
+from draco_ray.records import Attribution, EpisodeEnd, IntArray, Message, RolloutAdvantage, Trajectory, Turn
 from draco_ray.rollout.agent import render_agent_prompt
-from draco_ray.traces.entry import AGENT
 from draco_ray.traces.judging import as_trajectory
-from draco_ray.traces.model import Trace, TraceTurn
+from draco_ray.traces.model import Trace
 
 AGENT_PROMPT = Path("prompts/agent_think.txt")
 
@@ -119,10 +118,10 @@ async def _own_rubric(judge: Judge, played: Sequence[Trajectory]) -> Rubric:
 def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:
     """The rollout as a judge sees it: a step for each cell, then a closing turn."""
     turns = [
-        TraceTurn(role=AGENT, text=f"<code>\n{cell}\n</code>", action=cell, observation=output)
+        Turn(text=f"<code>\n{cell}\n</code>", action=cell, observation=output)
         for cell, output in zip(rollout.cells, rollout.outputs, strict=True)
     ]
-    turns.append(TraceTurn(role=AGENT, text="Done."))
+    turns.append(Turn(text="Done."))
     trace = Trace(
         trace_id=rollout.kind,
         task_id=rollout.task_id,
