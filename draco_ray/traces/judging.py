@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draco_ray.algorithm.computer import local_advantages
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import AlgorithmConfig, DracoConfig
 from draco_ray.judging.judge import CallContext, Judgement, phase_summary, value_of
 from draco_ray.judging.phases import GroupQuestion, Phase, Union
 from draco_ray.pipeline import Group, Pipeline
@@ -180,23 +180,39 @@ async def judge_group(
         lambda: tuple(as_trajectory(trace, group.task_id, rollout) for rollout, trace in enumerate(traces))
     )
     state = GroupJudgement(index=index, task_id=group.task_id, traces=traces, trajectories=played, static=static)
-    used = {"reward": "rubric", "rubric": "dynamic" if static is None else "static", "rubric_visits": None}
-    used |= {"group_size": len(traces), **(ALONE if state.single else {})}
-    algorithm = config.algorithm.model_copy(update=used)
-    judges: Any = _Judges(judge_of(traces), most=config.judge.max_union_criteria, single=state.single)
+    algorithm = config.algorithm.model_copy(update=ALONE if state.single else {})
+    await judge_played(
+        state, algorithm, judge_of(traces), most=config.judge.max_union_criteria, least=min(2, len(traces))
+    )
+    return state
+
+
+async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: Ask, *, most: int, least: int) -> None:
+    """Run the trajectories of a group through the graph of a training step, which fills ``state``.
+
+    Args:
+        state: the group.
+        algorithm: the settings of the graph.
+        ask: the judge.
+        most: maximum number of criteria of a single trace.
+        least: fewest traces with a reward.
+    """
+    used = {"reward": "rubric", "rubric": "dynamic" if state.static is None else "static", "rubric_visits": None}
+    algorithm = algorithm.model_copy(update={**used, "group_size": len(state.trajectories)})
+    judges: Any = _Judges(ask, most=most, single=state.single)
     keep = LocalActor(state)
     pipeline = Pipeline(
         algorithm,
-        PlayedRollouts({each.rollout: each for each in played}),
+        PlayedRollouts({each.rollout: each for each in state.trajectories}),
         judges,
         local_advantages(algorithm),
         keep,
-        static_rubric=Judged(value=static),
-        least=min(2, len(traces)),
+        static_rubric=Judged(value=state.static),
+        least=least,
     )
-    await pipeline.run(Group(step=0, index=index, task_id=group.task_id, prompt=traces[0].prompt, members="traces"))
+    prompt = state.trajectories[0].prompt
+    await pipeline.run(Group(step=0, index=state.index, task_id=state.task_id, prompt=prompt, members="traces"))
     await keep.done()
-    return state
 
 
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
