@@ -30,7 +30,7 @@ from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Credit, Phase, Proposals, Rubric, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Judged, Message
-from draco_ray.rollout.finished import FinishedRollout, PlayedRollouts
+from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.rows import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 from draco_ray.workers.local import Reference, resolved
@@ -78,7 +78,7 @@ class Pipeline:
     """Runs groups through the graph."""
 
     config: AlgorithmConfig
-    rollouts: RolloutPool | PlayedRollouts
+    rollouts: RolloutPool
     judges: JudgePool
     advantages: Any
     """The advantage actor."""
@@ -247,7 +247,7 @@ class Pipeline:
             ]
         written = proposals if stage1 is None else [stage1, *proposals]
         if stage1 is not None and not any(each.ok for each in written):
-            self._failed(group, f"no rubric: {stage1.summary.error}; every proposal failed, too")
+            self._failed(group, "no rubric: stage1 and every proposal failed")
             return None
         if stage1 is None and merged:
             return await self._extended(existing, proposals[0])

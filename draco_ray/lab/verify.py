@@ -243,7 +243,7 @@ class _Step:
     def _pipeline(self, members: Mapping[int, Trajectory], store: LocalActor) -> Pipeline:
         return Pipeline(
             self._config.algorithm,
-            PlayedRollouts(members, self._outcomes),
+            PlayedRollouts(members, self._outcomes),  # type: ignore[arg-type]
             self._judge,  # type: ignore[arg-type]
             local_advantages(self._config.algorithm),
             store,

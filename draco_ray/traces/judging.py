@@ -20,7 +20,7 @@ import numpy as np
 from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.schema import AlgorithmConfig, DracoConfig
 from draco_ray.judging.judge import CallContext, Judgement, phase_summary, value_of
-from draco_ray.judging.phases import GroupQuestion, Phase, Union
+from draco_ray.judging.phases import GroupQuestion, Phase, Stage1, Union
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (
     GAP,
@@ -98,6 +98,8 @@ class GroupJudgement:
     def group(self, step: int, task_id: str, rubric: Any, advantages: Any, step_tokens: Any, row: Any) -> None:
         """Keep the group's advantages and final state."""
         self.advantages, self.row = advantages, row
+        if row["reason"] and self.static is None and (Union.name, None) not in self.phases:
+            self.row = {**row, "reason": f"no rubric: {self.found(None, Stage1).error}"}
 
     @property
     def single(self) -> bool:
@@ -118,9 +120,10 @@ class GroupJudgement:
     @property
     def notes(self) -> list[str]:
         """Notes about the rubric."""
-        some = f"the rubric was merged from the first {MOST_IN_UNION} of {len(self.traces)} traces"
-        merged = len(self.traces) > MOST_IN_UNION and (Union.name, None) in self.phases
-        return [*[some] * merged, *(f"union: {note}" for note in self.found(None, Union).notes)]
+        notes = [f"union: {note}" for note in self.found(None, Union).notes]
+        if len(self.traces) > MOST_IN_UNION and (Union.name, None) in self.phases:
+            notes.insert(0, f"the rubric was merged from the first {MOST_IN_UNION} of {len(self.traces)} traces")
+        return notes
 
     @property
     def calls(self) -> list[JudgeCall]:
@@ -199,11 +202,12 @@ async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: A
     """
     used = {"reward": "rubric", "rubric": "dynamic" if state.static is None else "static", "rubric_visits": None}
     algorithm = algorithm.model_copy(update={**used, "group_size": len(state.trajectories)})
+    rollouts: Any = PlayedRollouts({each.rollout: each for each in state.trajectories})
     judges: Any = _Judges(ask, most=most, single=state.single)
     keep = LocalActor(state)
     pipeline = Pipeline(
         algorithm,
-        PlayedRollouts({each.rollout: each for each in state.trajectories}),
+        rollouts,
         judges,
         local_advantages(algorithm),
         keep,

@@ -17,8 +17,8 @@ from draco_ray.records import BoolArray, IntArray, TrainingSample
 class AdvantageComputerActor(AdvantageComputer):
     """`AdvantageComputer`, whose samples stay in Ray's object store."""
 
-    from_verdicts = ray.method(num_returns=4)(AdvantageComputer.from_verdicts)
-    from_rewards = ray.method(num_returns=4)(AdvantageComputer.from_rewards)
+    from_verdicts: Any = ray.method(num_returns=4)(AdvantageComputer.from_verdicts)
+    from_rewards: Any = ray.method(num_returns=4)(AdvantageComputer.from_rewards)
 
     def probe(self, samples: Sequence[TrainingSample], sampled: int, most: int) -> tuple[list[int], BoolArray] | None:
         """The tokens of a group that the canary compares: the prefix of the sample with the most sampled tokens.

@@ -115,7 +115,7 @@ async def test_a_continued_run_carries_over_what_an_undisturbed_one_does(
             store = LocalActor(RunStoreActor(run.path))
             pipeline = Pipeline(
                 config.algorithm,
-                PlayedRollouts({each.rollout: each for each in rollouts}),
+                PlayedRollouts({each.rollout: each for each in rollouts}),  # type: ignore[arg-type]
                 judges,
                 local_advantages(config.algorithm),
                 store,
