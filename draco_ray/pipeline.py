@@ -21,22 +21,24 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
-
-import ray
+from typing import TYPE_CHECKING, Any
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Credit, Phase, Proposals, Rubric, Score, Stage1, Stage2, Union, Verdicts
-from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Judged, Message
-from draco_ray.rollout.pool import FinishedRollout, RolloutPool
+from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.rows import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
+from draco_ray.workers.local import Reference, resolved
 from draco_ray.workers.tasks import gather_or_cancel
+
+if TYPE_CHECKING:
+    from draco_ray.judging.pool import JudgePool
+    from draco_ray.rollout.pool import RolloutPool
 
 MOST_GROUPS = 1_000_000
 """Number of priority values per step: every group of a step comes before those of the next step."""
@@ -54,6 +56,8 @@ class Group:
     """Position in the step's batch; earlier groups and those of earlier steps have priority."""
     task_id: str
     prompt: tuple[Message, ...]
+    members: str = "rollouts"
+    """What messages call its rollouts."""
     reason: str | None = None
     """Why the group was dropped from the update; None: it was not."""
     rollouts: list[RolloutSummary] = field(default_factory=list)
@@ -65,8 +69,8 @@ class Group:
 
     @property
     def name(self) -> str:
-        """``step<n>/<task>``."""
-        return f"step{self.step}/{self.task_id}"
+        """``step<n>/<task>``, or the task in step 0, which is none of a training run."""
+        return f"step{self.step}/{self.task_id}" if self.step else self.task_id
 
 
 @dataclass
@@ -87,6 +91,8 @@ class Pipeline:
     carried: dict[str, Carried] = field(default_factory=dict)
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
+    least: int = 2
+    """Fewest rollouts of a group that are compared; one alone has no advantage."""
     watch: Callable[[Group], None] = lambda group: None
     """Called at every change of a group."""
     wait: Wait = lambda kind, which: nullcontext()
@@ -96,7 +102,7 @@ class Pipeline:
         self._cites = find_rule(self.config.rule, self.config.reliability).cites
         self._visits: dict[str, asyncio.Lock] = {}
 
-    async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
+    async def run(self, group: Group) -> Reference | None:
         """Run one group; returns a reference to its training samples, or None if it failed."""
         if self.config.rubric_visits is None:
             return await self._run(group)
@@ -104,7 +110,7 @@ class Pipeline:
         async with self._visits.setdefault(group.task_id, asyncio.Lock()):
             return await self._run(group)
 
-    async def _run(self, group: Group) -> ray.ObjectRef[Any] | None:
+    async def _run(self, group: Group) -> Reference | None:
         working_on(group.name)
         existing = self._existing(group)
         if not isinstance(existing, asyncio.Task):
@@ -118,15 +124,16 @@ class Pipeline:
 
     async def _played(
         self, group: Group, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
-    ) -> ray.ObjectRef[Any] | None:
+    ) -> Reference | None:
         """rollout ×G, and everything after it in the graph."""
         members = await gather_or_cancel(
             self._member(group, rollout, existing) for rollout in range(self.config.group_size)
         )
         played = [member for member in members if member is not None]
-        if len(played) < 2:
+        if len(played) < self.least:
             self._failed(
-                group, f"{len(played)} of {self.config.group_size} rollouts finished; a group needs at least 2"
+                group,
+                f"{len(played)} of {self.config.group_size} rollouts finished; a group needs at least {self.least}",
             )
             return None
         if self.config.reward == "rubric":
@@ -174,7 +181,7 @@ class Pipeline:
         members: list[FinishedRollout],
         proposals: list[Judgement],
         existing: asyncio.Task[Judgement] | Judged[Rubric] | None,
-    ) -> ray.ObjectRef[Any] | None:
+    ) -> Reference | None:
         """union ──► score ×G ──► credit ×G ──► advantages."""
         if existing is not None:
             rubric = await self._rubric(group, members, proposals, existing)
@@ -193,8 +200,8 @@ class Pipeline:
         numbers = [member.rollout for member in members]
         with self.wait("advantages", group.name):
             group.reward = await self.advantages.rewards.remote(numbers, [score.judged for score in scores])
-        if len(group.reward.scored) < 2:
-            self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
+        if len(group.reward.scored) < self.least:
+            self._failed(group, f"{len(group.reward.scored)} of {len(members)} {group.members} could be scored")
             return None
         if self.held_out is not None:
             context = CallContext(group=group.name, task_id=group.task_id)
@@ -261,9 +268,9 @@ class Pipeline:
 
     async def _extended(self, carried: Any, added: Judgement) -> Judged[Rubric]:
         """The rubric carried over, with the added criteria, if any."""
-        return Judged(value=(*carried.value, *((await _value(added.judged)).value or ())))
+        return Judged(value=(*carried.value, *((await resolved(added.judged)).value or ())))
 
-    async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
+    async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> Reference:
         """The settings without a rubric: the environment's evaluator, or random rewards."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
@@ -277,7 +284,7 @@ class Pipeline:
         return await self._credited(group, None, result)
 
     async def _credit(
-        self, group: Group, reward: RewardSummary, member: FinishedRollout, rubric: ray.ObjectRef[Any], score: Judgement
+        self, group: Group, reward: RewardSummary, member: FinishedRollout, rubric: Reference, score: Judgement
     ) -> Judgement | None:
         if not score.ok:
             return score  # There are no verdicts to attribute; the rollout is not in the statistics.
@@ -298,13 +305,11 @@ class Pipeline:
         useless = not reward.has_spread or not reward.surviving
         return self._cites and not (useless and self.config.skip_useless_credit_calls)
 
-    async def _credited(
-        self, group: Group, rubric: ray.ObjectRef[Any] | None, result: Sequence[ray.ObjectRef[Any]]
-    ) -> ray.ObjectRef[Any]:
+    async def _credited(self, group: Group, rubric: Reference | None, result: Sequence[Reference]) -> Reference:
         samples, advantages, step_tokens, summary = result
         with self.wait("advantages", group.name):
             group.advantage = await summary
-        if self.config.rubric_visits is not None and self._dynamic and (value := (await _value(rubric)).value):
+        if self.config.rubric_visits is not None and self._dynamic and (value := (await resolved(rubric)).value):
             visits = self.carried.get(group.task_id, Carried()).visits + 1
             self.carried[group.task_id] = Carried(visits=visits, rubric=value)
         self.keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
@@ -337,9 +342,3 @@ class Pipeline:
             "credit_failures": sum(p.phase == Credit.name and p.error is not None for p in group.phases),
             "reason": group.reason,
         }
-
-
-async def _value(judged: Any) -> Judged[Any]:
-    """A phase's result, given directly or as a reference."""
-    found: Judged[Any] = judged if isinstance(judged, Judged) else await judged
-    return found

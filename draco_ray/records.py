@@ -112,14 +112,15 @@ class Turn:
     """A turn: a *step* or a gap (`is_step`)."""
 
     text: str
-    """The decoded sampled text, without the end-of-turn token."""
-    action: str | None
-    """The action, e.g. the content of the code block; None for a message or a gap."""
-    observation: str | None
+    """The decoded sampled text, without the end-of-turn token, and including the action."""
+    action: str | None = None
+    """The action, e.g. the content of the code block or the tool calls; None for a message or a gap."""
+    observation: str | None = None
     """The observation as shown to the policy, already truncated; None if there was no action."""
-    first_token: int
-    last_token: int
-    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
+    first_token: int = 0
+    last_token: int = 0
+    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``; of a
+    trace only its length is known, or nothing."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"
@@ -131,6 +132,11 @@ class Turn:
     """Adapter version that sampled it, if known per turn."""
     message: bool = False
     """Whether it is a step without an action: a message to a user, a caller or another agent."""
+
+    @property
+    def tokens(self) -> int | None:
+        """Number of sampled tokens; None if it is not known."""
+        return self.last_token - self.first_token or None
 
     @property
     def is_step(self) -> bool:

@@ -34,6 +34,7 @@ from bench_noise import after_training, before_training, difference
 from critical_path import LearnerTask, critical_path
 from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, run_all
 
+from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.load import load_config
 from draco_ray.config.plans import PLANS
 from draco_ray.config.schema import FILES, AlgorithmConfig, DracoConfig, JudgeConfig
@@ -41,18 +42,16 @@ from draco_ray.errors import DracoError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.file_judge import FileJudge
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, Judgement, ask_phase
 from draco_ray.judging.phases import Phase
-from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.pricing import price_of
 from draco_ray.lab.analysis.judges import configured_rules
 from draco_ray.lab.simulation.recorded import read_run
-from draco_ray.lab.verify import LocalActor, PlayedRollouts
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Judged, Trajectory
+from draco_ray.rollout.finished import PlayedRollouts
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import step_trajectories
-from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.session import static_criteria
 
 CHARACTERS_PER_TOKEN = 4
@@ -192,15 +191,14 @@ class Rejudged:
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
         """See `draco_ray.judging.pool.JudgePool.ask`."""
-        judged, summary = await ask_phase(self._judge, phase, context, given)
-        for call in judged.calls:
+        found = await ask_phase(self._judge, phase, context, **given)
+        for call in found.archived.calls:
             if call.requests:
                 dollars = price_of(self._price, call.input_tokens, 0, call.output_tokens)
                 visit = int(context.group.partition("/")[0].removeprefix("step"))
                 self.spent[visit][phase.name] += Spend(call.input_tokens + call.output_tokens, dollars)
                 self.calls += 1
-        found: Any = judged
-        return Judgement(judged=found, archived=found, summary=summary)
+        return found
 
     @property
     def store(self) -> Any:
@@ -220,7 +218,7 @@ async def rejudge(
     config: DracoConfig, groups: Mapping[str, Sequence[Trajectory]], complete: Completer, visits: int
 ) -> Rejudged:
     """Judge groups under a configuration, ``visits`` times one after another."""
-    done, results = Rejudged(config, complete), {"from_verdicts": 4}
+    done = Rejudged(config, complete)
     played = {task: PlayedRollouts({each.rollout: each for each in rollouts}, {}) for task, rollouts in groups.items()}
 
     async def run(task_id: str, **given: Any) -> Any:
@@ -233,7 +231,7 @@ async def rejudge(
         config.algorithm,
         rollouts,
         done,  # type: ignore[arg-type]
-        LocalActor(AdvantageComputerActor(config.algorithm), results),
+        local_advantages(config.algorithm),
         done.store,
         static_rubric=Judged(value=static_criteria(config)),
     )

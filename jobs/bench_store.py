@@ -34,9 +34,9 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, EnvironmentConfig, JudgeConfig
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement, phase_summary
 from draco_ray.judging.phases import Phase
-from draco_ray.judging.pool import Judgement, JudgePool, phase_summary
+from draco_ray.judging.pool import JudgePool
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (
     Attribution,
@@ -52,8 +52,8 @@ from draco_ray.records import (
     Verdict,
 )
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.pool import RolloutPool, RolloutResult, RolloutWorkers
-from draco_ray.rollout.worker import summarise
+from draco_ray.rollout.finished import RolloutResult, summarise
+from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store import RunStore

@@ -8,13 +8,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
+from draco_ray.judging import render
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.outage import span
 from draco_ray.judging.panel import other
@@ -27,8 +28,9 @@ from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
+from draco_ray.traces.judging import as_trajectory
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
-from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, trace_judge
+from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan
 from draco_ray.traces.load import Groups, load_traces
 
 BELOW, PARTIAL = 3, 4
@@ -40,7 +42,7 @@ READ = ("judge", "algorithm", "ray")
 """Sections of the configuration that the command uses."""
 OF_ALGORITHM = (
     *("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls"),
-    *("merge_proposals", "merge_verdicts"),
+    *("skip_useless_credit_calls", "credit_surviving_only", "merge_proposals", "merge_verdicts"),
 )
 
 
@@ -250,8 +252,8 @@ async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: i
         if ray and kept.pending():
             from draco_ray.commands.judge_cluster import pooled
 
-            async with pooled(settled.told, kept, meter) as asker:
-                await judge_run(settled, meter, kept, asker)
+            async with pooled(settled.told, kept, meter) as ask:
+                await judge_run(settled, meter, kept, ask)
         else:
             await judge_run(settled, meter, kept)
     finally:
@@ -370,9 +372,8 @@ def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch
 
 
 def _show_one(groups: Groups, settled: Plan) -> None:
-    # The offline judge keeps no secret beside its replies, so that a dry run writes nothing.
-    offline = replace(settled, config=settled.config.updated(judge={"model": RULES, "cache": None}))
-    trace, text = trace_judge(offline, RuleComplete()).prompt_of(groups[0])
+    trace, task_id = groups[0].traces[0], groups[0].task_id
+    text = render.agent_trajectory(as_trajectory(trace, task_id, 0), settled.prompts.code(task_id))
     console.print(f"\ntrace {trace.trace_id} of {trace.source}, as the judge sees it:\n")
     console.print(text)
 

@@ -7,28 +7,25 @@ pool starts and stops workers as calls come. An actor on this process's node sto
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
 import ray
 
 from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, LearnerConfig
 from draco_ray.judging.actors import start_judge_limiter, start_replies
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.local.actor import start_judge_servers
-from draco_ray.judging.phases import Question
+from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import JudgePool, judge_starter
-from draco_ray.records import Judged
-from draco_ray.traces.judging import environment_facts
+from draco_ray.traces.judging import Ask, environment_facts
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_errors, ray_session
-
-ValueT = TypeVar("ValueT")
 
 FACTS_FROM = 8
 """Number of groups, from the first on, from whose traces the environment's facts are taken."""
@@ -37,29 +34,29 @@ LOOK_SECONDS = 2.0
 
 
 class PooledJudge:
-    """`draco_ray.judging.judge.Judge.ask`, answered by the workers of a pool."""
+    """Asks the workers of a pool, and counts their calls."""
 
     def __init__(self, pool: JudgePool, meter: Meter) -> None:
         self._pool, self._meter = pool, meter
 
-    async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
         """Have a worker ask the question.
+
         Raises:
-            JudgeUnavailable: see `Judge.ask`; BudgetSpent.
+            JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.
         """
         number = next(self._meter.numbers)
         self._meter.begun[number] = time.monotonic()
-        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
         try:
             with plain_errors():
-                judgement = await self._pool.ask(type(question), context, **given)
-                judged: Judged[ValueT] = await judgement.archived
+                judgement = await self._pool.ask(phase, context, **given)
+                archived = await judgement.archived
         finally:
             del self._meter.begun[number]
         self._meter.done += judgement.summary.calls
         self._meter.dollars += judgement.summary.dollars
         self._meter.failed += judgement.summary.error is not None
-        return judged
+        return replace(judgement, judged=replace(archived, calls=()), archived=archived)
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
@@ -78,7 +75,7 @@ async def _say_what_loads(servers: Any, meter: Meter) -> None:
 
 
 @asynccontextmanager
-async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIterator[PooledJudge]:
+async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIterator[Ask]:
     """A pool of judge workers for as long as the block runs, on the cluster of ``ray.address`` or this machine.
 
     Raises:
@@ -108,7 +105,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
             with plain_errors():
                 await pool.ready()
                 release_start_lock()
-                yield PooledJudge(pool, meter)
+                yield PooledJudge(pool, meter).ask
         finally:
             pool.close()
             if local is not None and saying is not None:

@@ -11,18 +11,19 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import ray
 
 from draco_ray.algorithm.drift import compared
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score
-from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.summaries import PhaseSummary, RewardSummary
+
+if TYPE_CHECKING:
+    from draco_ray.judging.pool import JudgePool
 
 PHASE = "held_out"
 """Phase name of its calls in metrics and timelines."""
@@ -65,7 +66,7 @@ class HeldOutJudge:
         self,
         step: int,
         context: CallContext,
-        rollouts: Sequence[tuple[int, ray.ObjectRef[Any], PhaseSummary]],
+        rollouts: Sequence[tuple[int, Any, PhaseSummary]],
         reward: RewardSummary,
         rubric: Any,
         phases: list[PhaseSummary],
@@ -75,7 +76,7 @@ class HeldOutJudge:
         Args:
             step: training step.
             context: of the group.
-            rollouts: number, trajectory and the main judge's scores, of each.
+            rollouts: number, reference to the trajectory, and the main judge's scores, of each.
             reward: of the group.
             rubric: the group's, used if the held-out judge has none.
             phases: gets the summary of each scoring.

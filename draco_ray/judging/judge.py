@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import uuid
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable
@@ -24,13 +25,15 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import shared_ends
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
-from draco_ray.judging.phases import Proposals, Question, Rubric
+from draco_ray.judging.phases import Phase, Proposals, Question, Rubric, Score, Verdicts
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply import Parsed, check_finish, own_answer
 from draco_ray.judging.shortening import LENGTHS, LEVELS, cut
 from draco_ray.judging.structured import tag_of
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
-from draco_ray.records import JudgeCall, Judged, Message
+from draco_ray.records import JudgeCall, Judged, Message, Verdict
+from draco_ray.summaries import PhaseSummary
+from draco_ray.workers.local import resolved
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
@@ -219,6 +222,71 @@ class CallContext:
     rollout: int | None = None
     held_out: bool = False
     """Whether the held-out judge is asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """A finished judge phase: its result or a reference to it, and its summary."""
+
+    judged: Any
+    """The `Judged` without its calls: readers of verdicts do not need the prompts."""
+    archived: Any
+    """The `Judged` with its calls (prompts and replies), for the run store."""
+    summary: PhaseSummary
+
+    @property
+    def ok(self) -> bool:
+        """Whether the phase produced a value."""
+        return self.summary.error is None
+
+
+async def ask_phase(judge: Judge, phase: Phase, context: CallContext, /, **given: Any) -> Judgement:
+    """Ask a question of ``phase``.
+
+    Args:
+        judge: who is asked.
+        phase: class of the question.
+        context: for the archive.
+        given: fields of the question, or references. The result of another phase is replaced by its value, or by an
+            empty one if it failed. A list may hold references, and the values of several phases become one sequence.
+    """
+    started = time.time()
+    judged = await judge.ask(phase(**{name: await value_of(each) for name, each in given.items()}), context)
+    summary = phase_summary(phase.name, context, judged, started)
+    return Judgement(judged=replace(judged, calls=()), archived=judged, summary=summary)
+
+
+async def value_of(given: Any) -> Any:
+    """A field of a question; see `ask_phase`."""
+    given = await resolved(given)
+    if isinstance(given, Judged):
+        return given.value or ()
+    if not isinstance(given, list):
+        return given
+    found = [await resolved(each) for each in given]
+    if any(isinstance(each, Judged) for each in found):
+        return [value for judged in found for value in judged.value or ()]
+    return found
+
+
+def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
+    """The driver's summary of a phase that began at ``started`` and ends now."""
+    verdicts = [each.verdict for each in judged.value or ()] if phase in (Score.name, Verdicts.name) else []
+    summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
+    return PhaseSummary(
+        phase=phase,
+        task_id=context.task_id,
+        rollout=context.rollout,
+        error=judged.error,
+        criteria=len(judged.value or ()),
+        calls=len(judged.calls),
+        passed=verdicts.count(Verdict.PASS),
+        applicable=len(verdicts) - verdicts.count(Verdict.NOT_APPLICABLE),
+        prompt_cut=judged.left_out > 0,
+        started_at=started,
+        ended_at=time.time(),
+        **{name: sum(getattr(call, name) for call in judged.calls) for name in summed},
+    )
 
 
 class Judge:

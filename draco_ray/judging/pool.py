@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,14 @@ from draco_ray.engine.actor import EngineClient
 from draco_ray.errors import ClusterError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, Judgement, ask_phase, phase_summary
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.panel import other
-from draco_ray.judging.phases import Phase, Score, Union, Verdicts, urgency
+from draco_ray.judging.phases import Phase, Union, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
-from draco_ray.records import Judged, Verdict
+from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
@@ -84,40 +84,13 @@ class JudgeWorkerActor:
     ) -> tuple[Judged[Any], Judged[Any], PhaseSummary]:
         """Ask a question of ``phase``; returns the answer, the answer with its calls for the archive, and a summary.
 
-        Args:
-            phase: class of the question.
-            context: for the archive.
-            given: fields of the question. The result of another phase is replaced by its value, or by an empty one if
-                it failed. A list may hold references, and the values of several phases become one sequence.
+        The arguments are those of `draco_ray.judging.judge.ask_phase`.
         """
         working_on(context.group, context.rollout)
-        judged, summary = await ask_phase(self._held_out if context.held_out else self._judge, phase, context, given)
-        for note in judged.notes:
+        found = await ask_phase(self._held_out if context.held_out else self._judge, phase, context, **given)
+        for note in found.archived.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
-        # Readers of verdicts do not need the prompts, which go from here to the run store.
-        return replace(judged, calls=()), judged, summary
-
-
-async def ask_phase(
-    judge: Judge, phase: Phase, context: CallContext, given: Mapping[str, Any]
-) -> tuple[Judged[Any], PhaseSummary]:
-    """Ask ``judge`` a question of ``phase``; the arguments are those of `JudgeWorkerActor.ask`."""
-    started = time.time()
-    judged = await judge.ask(phase(**{name: await _value(each) for name, each in given.items()}), context)
-    return judged, phase_summary(phase.name, context, judged, started)
-
-
-async def _value(given: Any) -> Any:
-    if isinstance(given, ray.ObjectRef):
-        given = await given
-    if isinstance(given, Judged):
-        return given.value or ()
-    if not isinstance(given, list):
-        return given
-    found = [await each if isinstance(each, ray.ObjectRef) else each for each in given]
-    if any(isinstance(each, Judged) for each in found):
-        return [value for judged in found for value in judged.value or ()]
-    return found
+        return found.judged, found.archived, found.summary
 
 
 def judge_starter(
@@ -155,42 +128,6 @@ def judge_starter(
         ).remote(config, kept_policy, leases, servers, replies, own_replies, prompts)
 
     return start
-
-
-def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
-    """The driver's summary of a phase that began at ``started`` and ends now."""
-    verdicts = [each.verdict for each in judged.value or ()] if phase in (Score.name, Verdicts.name) else []
-    summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
-    return PhaseSummary(
-        phase=phase,
-        task_id=context.task_id,
-        rollout=context.rollout,
-        error=judged.error,
-        criteria=len(judged.value or ()),
-        calls=len(judged.calls),
-        passed=verdicts.count(Verdict.PASS),
-        applicable=len(verdicts) - verdicts.count(Verdict.NOT_APPLICABLE),
-        prompt_cut=judged.left_out > 0,
-        started_at=started,
-        ended_at=time.time(),
-        **{name: sum(getattr(call, name) for call in judged.calls) for name in summed},
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
-    """A finished judge phase: references to its `Judged`, and its summary."""
-
-    judged: ray.ObjectRef[Any]
-    """The result without its calls."""
-    archived: ray.ObjectRef[Any]
-    """The result with its calls (prompts and replies), for the run store."""
-    summary: PhaseSummary
-
-    @property
-    def ok(self) -> bool:
-        """Whether the phase produced a value."""
-        return self.summary.error is None
 
 
 class JudgePool(MonitoredWorkers[Any]):

@@ -13,26 +13,23 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 
+from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun, DracoError, StoreError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement, ask_phase
 from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases import Phase
-from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE as REPLIES
 from draco_ray.judging.reply_cache import RESTORE, ReplyCache
@@ -40,8 +37,8 @@ from draco_ray.lab.rows import grouped
 from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
-from draco_ray.rollout.pool import FinishedRollout, RolloutResult
-from draco_ray.rollout.worker import Evaluated, summarise
+from draco_ray.rollout.finished import PlayedRollouts
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, checkpoint_damage, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, other_versions, read_manifest
@@ -49,11 +46,11 @@ from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.temp_dirs import PrivateTempDir
-from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.metrics import step_metrics, update_metrics
 from draco_ray.training.resume import config_changes, recorded_order
 from draco_ray.training.session import learner_config, static_criteria
 from draco_ray.training.trainer import streamed_update
+from draco_ray.workers.local import LocalActor, resolved
 
 if TYPE_CHECKING:
     from draco_ray.learner.lora_learner import LoraLearner
@@ -244,12 +241,11 @@ class _Step:
         return group, None if samples is None else await samples
 
     def _pipeline(self, members: Mapping[int, Trajectory], store: LocalActor) -> Pipeline:
-        results = {"from_verdicts": 4, "from_rewards": 4}
         return Pipeline(
             self._config.algorithm,
             PlayedRollouts(members, self._outcomes),  # type: ignore[arg-type]
             self._judge,  # type: ignore[arg-type]
-            LocalActor(AdvantageComputerActor(self._config.algorithm), results),
+            local_advantages(self._config.algorithm),
             store,
             static_rubric=Judged(value=static_criteria(self._config)),
             carried=carried_rubrics(self._run, self._step) if self._config.algorithm.rubric_visits else {},
@@ -316,69 +312,6 @@ def _evaluation(row: Row) -> Evaluation:
     return Evaluation(**given, run=row["rollout"], turns=0, ended=EpisodeEnd.FINISHED)
 
 
-class LocalActor:
-    """Runs an actor's class in this process: ``remote`` accepts futures as arguments and returns futures."""
-
-    def __init__(self, target: Any, results: Mapping[str, int] | None = None) -> None:
-        """``results``: method name -> number of results, for methods that return several."""
-        self._target, self._results = target, results or {}
-        self._calls: list[asyncio.Future[Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=partial(self._remote, getattr(self._target, name), self._results.get(name, 1)))
-
-    async def done(self) -> None:
-        """Wait for all calls. Raises: StoreError: a write failed; other errors are raised where results are awaited."""
-        for each in await asyncio.gather(*self._calls, return_exceptions=True):
-            if isinstance(each, StoreError):
-                raise each
-
-    def _remote(self, method: Any, results: int, *given: Any) -> Any:
-        call = asyncio.ensure_future(_called(method, given))
-        self._calls.append(call)
-        if results == 1:
-            return call
-        found = [asyncio.ensure_future(_nth(call, index)) for index in range(results)]
-        for each in found:
-            # Only the first error is raised; asyncio would log the others at length.
-            each.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return found
-
-
-async def _called(method: Any, given: Sequence[Any]) -> Any:
-    given = [await each if isinstance(each, asyncio.Future) else each for each in given]
-    if not asyncio.iscoroutinefunction(method):
-        return method(*given)
-    # List arguments of async methods contain references or numbers.
-    return await method(*(list(map(_reference, each)) if isinstance(each, list) else each for each in given))
-
-
-def _reference(value: Any) -> Any:
-    return value if value is None or isinstance(value, int) else _resolved(value)
-
-
-async def _resolved(value: Any) -> Any:
-    return value
-
-
-async def _nth(call: Awaitable[Sequence[Any]], index: int) -> Any:
-    return (await call)[index]
-
-
-class PlayedRollouts:
-    """Stand-in for a `RolloutPool` that returns the recorded rollouts of one group."""
-
-    def __init__(self, played: Mapping[int, Trajectory], outcomes: Mapping[tuple[str, int], Evaluated]) -> None:
-        self._played, self._outcomes = played, outcomes
-
-    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
-        """The recorded rollout; if none is recorded, a lost one."""
-        if (trajectory := self._played.get(rollout)) is None:
-            return RolloutResult(member=None)
-        given: dict[str, Any] = {"trajectory": trajectory, "evaluation": self._outcomes.get((task_id, rollout))}
-        return RolloutResult(member=FinishedRollout(rollout=rollout, summary=summarise(trajectory), **given))
-
-
 class RecordedJudge:
     """Stand-in for a `JudgePool` that answers from a run's archived calls."""
 
@@ -419,9 +352,7 @@ class RecordedJudge:
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
         """See `JudgePool.ask`."""
-        judged, summary = await ask_phase(self._judge(phase, context), phase, context, given)
-        found: Any = judged
-        return Judgement(judged=replace(found, calls=()), archived=found, summary=summary)
+        return await ask_phase(self._judge(phase, context), phase, context, **given)
 
     def _judge(self, phase: Phase, context: CallContext) -> Any:
         """The judge of one phase of a group or a rollout."""
@@ -536,7 +467,7 @@ class _Relearner:
         Raises:
             DamagedRun: the gradient or the step's checkpoint differs.
         """
-        groups = [_resolved(group) for group in samples]
+        groups = [resolved(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
         self._worker.publish(version=step)
         learned = update_metrics(update.updates)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +16,7 @@ from ray.exceptions import RayError
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Usage
 from draco_ray.rollout.agent import RolloutRequest
+from draco_ray.rollout.finished import FinishedRollout, RolloutResult
 from draco_ray.summaries import RolloutSummary
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
@@ -30,29 +30,6 @@ environments and agents may block the worker's event loop while they compute."""
 
 STOP_SECONDS = 15.0
 """Time limit for a worker to close its worlds; a suspended process never does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRollout:
-    """A finished rollout of a group: references to large objects, and the summary."""
-
-    rollout: int
-    trajectory: ray.ObjectRef[Any]
-    evaluation: ray.ObjectRef[Any]
-    summary: RolloutSummary
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutResult:
-    """The result of a rollout over all attempts."""
-
-    member: FinishedRollout | None
-    """None if every attempt was lost."""
-    attempts: int = 0
-    usage: Usage = field(default_factory=Usage)
-    """Usage, including that of lost attempts as far as known."""
-    error: str | None = None
-    """Why the last attempt was lost; None if it succeeded."""
 
 
 class RolloutWorkers:

@@ -24,13 +24,13 @@ from draco_ray.environments.base import (
     World,
     WorldVerdict,
     crash,
-    ended_by,
     make_environment,
 )
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, agent_template, find_agent
+from draco_ray.rollout.finished import summarise
 from draco_ray.summaries import RolloutSummary
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.workers.monitor import kept_argument
@@ -267,21 +267,4 @@ def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSumm
         sampled_tokens=0,
         started_at=started,
         ended_at=time.time(),
-    )
-
-
-def summarise(trajectory: Trajectory) -> RolloutSummary:
-    """The summary of a trajectory, for the driver."""
-    return RolloutSummary(
-        task_id=trajectory.task_id,
-        rollout=trajectory.rollout,
-        attempt=trajectory.attempt,
-        ended=trajectory.ended,
-        termination=trajectory.termination or ended_by(trajectory.ended) or Termination.FINISHED,
-        error=trajectory.error,
-        turns=len(trajectory.turns),
-        sampled_tokens=int(trajectory.sampled_T.sum()),
-        started_at=trajectory.started_at,
-        ended_at=trajectory.ended_at,
-        usage=trajectory.usage,
     )

@@ -24,7 +24,8 @@ from draco_ray.records import (
     Task,
     Trajectory,
 )
-from draco_ray.rollout.worker import Evaluated, summarise
+from draco_ray.rollout.finished import summarise
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, write_errors
 from draco_ray.runs.manifest import Manifest

@@ -1,7 +1,7 @@
 """The judge through its provider's batch API: half the price, with replies within a day instead of immediately.
 
-`BatchClient` differs from `draco_ray.judging.client.LiteLLMClient` only in how requests are sent: requests made within
-`QUIET_SECONDS` of each other are submitted as one batch, and each gets its reply when the batch has ended. Leases,
+`BatchClient` differs from `draco_ray.judging.client.LiteLLMClient` only in how requests are sent: they are submitted as
+one batch when none has been added for `QUIET_SECONDS`, and each gets its reply when the batch has ended. Leases,
 budget, cost records and stored replies are the same. Submitted batches are recorded beside the replies, so that a
 process that continues after a kill waits for them instead of paying again.
 
@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -79,7 +79,7 @@ class BatchClient(LiteLLMClient):
             config: as in `LiteLLMClient`; timeout and concurrency are replaced by values for batches.
             cache: stores replies and the list of running batches.
             leases: rate limiter, asked before each request.
-            quiet_seconds: submit a batch after so many seconds without a new request.
+            quiet_seconds: submit a batch when so many seconds have brought no new request.
             poll_seconds: seconds between two polls of a batch.
 
         Raises:
@@ -114,12 +114,13 @@ class BatchEndpoint(Endpoint):
         self._api = _api(config, self.api_key)
         self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
         self._file = None if config.cache is None else config.cache / FILE
-        self._asked: dict[str, dict[str, Any]] = {}
-        self._replies: dict[str, asyncio.Future[Result]] = {}
-        self._news = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._sending: asyncio.Task[None] | None = None
         self._batches: dict[str, list[str]] = self._read()
+        """Ids of the requests of each running batch."""
+        self._next: dict[str, dict[str, Any]] = {}
+        """Requests of the batch that is submitted next, by id."""
+        self._sending: asyncio.Task[dict[str, Result]] | None = None
+        self._work: dict[str, asyncio.Task[dict[str, Result]]] = {}
+        """Id of a request -> what returns the results of its batch."""
 
     async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
         """Add one request to the next batch, unless a running batch contains it already, and wait for its reply.
@@ -130,79 +131,57 @@ class BatchEndpoint(Endpoint):
         litellm = quiet_litellm()
         body = _body(litellm, self._config, request, max_tokens)
         number = hashlib.sha256(json.dumps([body, request.vote], sort_keys=True, default=str).encode()).hexdigest()[:48]
-        for batch, members in self._batches.items():
-            if number in members and number not in self._replies:
-                self._start(members, batch)
-        if number not in self._replies:
-            self._replies[number] = asyncio.get_running_loop().create_future()
-            self._asked[number] = body
-            self._news.set()
-            if self._sending is None or self._sending.done():
-                self._sending = asyncio.create_task(self._send_when_quiet())
+        if number not in self._work:
+            self._join(number, body)
         try:
-            kind, reply = await asyncio.shield(self._replies[number])
+            results = await asyncio.shield(self._work[number])
         finally:
-            self._replies.pop(number, None)
+            self._work.pop(number, None)
+        kind, reply = results.get(number, ("error", "the batch ended without a reply to this request"))
         if kind == "refused":
             raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         if kind == "error":
             raise litellm.InternalServerError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         return reply
 
-    async def _send_when_quiet(self) -> None:
-        while self._asked:
-            self._news.clear()
-            try:
-                async with asyncio.timeout(self.quiet_seconds):
-                    await self._news.wait()
-            except TimeoutError:
-                bodies = dict(list(self._asked.items())[:MOST_REQUESTS])
-                for number in bodies:
-                    del self._asked[number]
-                try:
-                    batch = await self._api.submit(bodies)
-                except Exception as error:  # Of the provider or the network: every request of the batch has failed.
-                    self._settle(bodies, error)
-                    continue
-                self._batches[batch] = list(bodies)
-                self._write()
-                self._start(self._batches[batch], batch)
+    def _join(self, number: str, body: dict[str, Any]) -> None:
+        """Wait for the running batch that contains a request, or add it to the next batch."""
+        if batch := next((batch for batch, members in self._batches.items() if number in members), None):
+            self._work |= dict.fromkeys(self._batches[batch], asyncio.create_task(self._results(batch)))
+            return
+        if self._sending is None or len(self._next) == MOST_REQUESTS:
+            self._next = {}
+            self._sending = asyncio.create_task(self._send(self._next))
+        self._next[number], self._work[number] = body, self._sending
 
-    def _start(self, members: list[str], batch: str) -> None:
-        """Begin to wait for a batch."""
-        for number in members:
-            self._replies.setdefault(number, asyncio.get_running_loop().create_future())
-        task = asyncio.create_task(self._wait_for(batch, members))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    async def _send(self, bodies: dict[str, dict[str, Any]]) -> dict[str, Result]:
+        """Submit a batch once no request has been added to it for a while, and wait for its results."""
+        known = 0
+        while known < len(bodies):
+            known = len(bodies)
+            await asyncio.sleep(self.quiet_seconds)
+        if bodies is self._next:
+            self._sending = None
+        batch = await self._api.submit(bodies)
+        self._batches[batch] = list(bodies)
+        self._write()
+        return await self._results(batch)
 
-    async def _wait_for(self, batch: str, members: list[str]) -> None:
+    async def _results(self, batch: str) -> dict[str, Result]:
         failures, results = 0, None
-        while results is None:
+        while True:
             try:
                 results = await self._api.results(batch)
                 failures = 0
-            except Exception as error:  # A failed poll does not mean that the batch failed.
+            except Exception:  # A failed poll does not mean that the batch failed.
                 failures += 1
                 if failures >= self._config.max_attempts:
-                    self._settle(members, error)
-                    return
-            if results is None:
-                await asyncio.sleep(self.poll_seconds)
-        self._settle(members, results)
-        self._batches.pop(batch, None)
-        self._write()
-
-    def _settle(self, members: Iterable[str], results: dict[str, Result] | Exception) -> None:
-        """Answer the requests that still wait for a batch: with its results, or with the error that lost them."""
-        for number in members:
-            future = self._replies.get(number)
-            if future is None or future.done():
-                continue
-            if isinstance(results, Exception):
-                future.set_exception(results)
-            else:
-                future.set_result(results.get(number, ("error", "the batch ended without a reply to this request")))
+                    raise
+            if results is not None:
+                self._batches.pop(batch, None)
+                self._write()
+                return results
+            await asyncio.sleep(self.poll_seconds)
 
     def _read(self) -> dict[str, list[str]]:
         if self._file is None or not self._file.is_file():

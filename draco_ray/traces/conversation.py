@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.records import Message, is_step
+from draco_ray.records import Message, Turn, is_step
 from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of, spoken
-from draco_ray.traces.model import TraceTurn, clean
+from draco_ray.traces.model import clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """How code agents mark code to run, unless a mapping says otherwise."""
@@ -35,15 +35,15 @@ class _Turn:
         calls = self.calls or ((Call(name=""),) if self.code is not None else ())
         return next((i for i, call in enumerate(calls) if i not in self.results and matches(call)), None)
 
-    def finished(self) -> TraceTurn:
+    def finished(self) -> Turn:
         action = "\n".join(map(str, self.calls)) if self.calls else self.code
         text = f"{self.said}\n\n{action}".strip() if self.calls else self.said
-        return TraceTurn(
+        return Turn(
             role=self.role,
             text=text,
             action=action,
             observation=self._observation(),
-            tokens=self.tokens,
+            last_token=self.tokens or 0,
             message=action is None and self.role == AGENT and is_step(acts=False, message=spoken(self.said)),
         )
 
@@ -64,7 +64,7 @@ def assemble(
     instruction: str | None = None,
     tools: Sequence[str] = (),
     code: re.Pattern[str] | None = CODE,
-) -> tuple[tuple[Message, ...], tuple[TraceTurn, ...], tuple[str, ...], str]:
+) -> tuple[tuple[Message, ...], tuple[Turn, ...], tuple[str, ...], str]:
     """Prompt, turns, notes, and task text (empty if the trace does not state it) of a conversation.
 
     Args:

@@ -1,4 +1,4 @@
-"""Judge groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
+"""Judge groups of traces: `draco_ray.pipeline`, without Ray and without a policy.
 
 Two or more traces are judged like a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
 then dropout, reward, advantage and step credit. A single trace cannot be compared with another: its rubric is what
@@ -10,25 +10,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draco_ray.algorithm.group import Uncalled, group_advantages
-from draco_ray.algorithm.reward import mixed_verdicts
-from draco_ray.algorithm.rules import NoDropout, find_rule
-from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.judging.completion import Completer
-from draco_ray.judging.judge import CallContext
-from draco_ray.judging.panel import panel_judge
-from draco_ray.judging.phases import Credit, Proposals, Question, Score, Stage1, Stage2, Union, Verdicts
-from draco_ray.judging.prompts import Prompts
+from draco_ray.algorithm.computer import local_advantages
+from draco_ray.config.schema import AlgorithmConfig, DracoConfig
+from draco_ray.judging.judge import CallContext, Judgement, phase_summary, value_of
+from draco_ray.judging.phases import GroupQuestion, Phase, Stage1, Union
+from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (
     GAP,
     TOOLS,
-    Attribution,
     Criterion,
     EpisodeEnd,
     GroupAdvantages,
@@ -36,17 +32,16 @@ from draco_ray.records import (
     Judged,
     Message,
     RolloutAdvantage,
-    ScoredCriterion,
     Trajectory,
-    Turn,
 )
+from draco_ray.rollout.finished import PlayedRollouts
 from draco_ray.traces.conversation import tool_texts
 from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
-from draco_ray.workers.tasks import gather_or_cancel
+from draco_ray.workers.local import LocalActor
 
 if TYPE_CHECKING:
-    from draco_ray.judging.reply_cache import ReplyCache
+    pass
 
 MOST_IN_UNION = 16
 """Maximum number of a group's traces in the union prompt; all traces are scored."""
@@ -59,69 +54,81 @@ _TOOL = r"[A-Za-z_][\w.:-]{0,79}"
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
-ResultT = TypeVar("ResultT")
+ALONE = {
+    "rule": "no_dropout",
+    "merge_proposals": False,
+    "skip_useless_credit_calls": False,
+    "skip_inert_credit_calls": False,
+}
+"""Settings for a single trace: there is no other to compare it with, so every criterion counts."""
 
 
-class Asker(Protocol):
-    """Asks the judge: `draco_ray.judging.judge.Judge`, or a pool of judge workers."""
-
-    async def ask(self, question: Question[ResultT], context: CallContext) -> Judged[ResultT]:
-        """See `Judge.ask`."""
-        ...
+Ask = Callable[..., Awaitable[Judgement]]
+"""Asks the judge, in this process or on a cluster, with the arguments of `draco_ray.judging.pool.JudgePool.ask`."""
+JudgeOf = Callable[[Sequence[Trace]], Ask]
+"""How to ask about some traces: the judge is told of their environment."""
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """The result of a group: the records that a run directory stores."""
+    """The result of a group: the records that a run directory stores. Its methods keep them for a `Pipeline`."""
 
     index: int
     """Index of the group."""
-    group: TraceGroup
+    task_id: str
     traces: tuple[Trace, ...]
     """The complete traces, as they were read."""
     trajectories: tuple[Trajectory, ...]
     """The traces as trajectories, about which the judge is asked."""
-    rubric: tuple[Criterion, ...] = ()
+    static: tuple[Criterion, ...] | None = None
+    """The rubric, if the judge does not write one."""
     phases: Phases = field(default_factory=dict)
     """(phase, rollout) -> result; rollout None for phases of the whole group."""
     advantages: GroupAdvantages | None = None
-    errors: dict[int, str] = field(default_factory=dict)
-    """Rollout -> why it has no verdicts."""
-    reason: str | None = None
-    """Why the group has no rewards."""
-    notes: list[str] = field(default_factory=list)
+    row: Mapping[str, Any] = field(default_factory=dict)
+    """The group's row in ``groups``."""
+
+    def trajectory(self, step: int, trajectory: Trajectory) -> None:
+        """Nothing: the trajectories are kept already."""
+
+    def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
+        """Keep the result of a phase."""
+        self.phases[phase, rollout] = judged
+
+    def group(self, step: int, task_id: str, rubric: Any, advantages: Any, step_tokens: Any, row: Any) -> None:
+        """Keep the group's advantages and final state."""
+        self.advantages, self.row = advantages, row
+        if row["reason"] and self.static is None and (Union.name, None) not in self.phases:
+            self.row = {**row, "reason": f"no rubric: {self.found(None, Stage1).error}"}
 
     @property
     def single(self) -> bool:
         """Whether the group has only one trace."""
         return len(self.traces) == 1
 
+    def found(self, rollout: int | None, *phases: Phase) -> Judged[Any]:
+        """The result of the first of these phases that was asked; without a value if none was."""
+        asked = (self.phases.get((phase.name, rollout)) for phase in phases)
+        return next(filter(None, asked), Judged(value=None))
+
+    @property
+    def rubric(self) -> tuple[Criterion, ...]:
+        """The criteria; empty if there are none."""
+        written: tuple[Criterion, ...] = self.found(None, Union).value or ()
+        return written if self.static is None else self.static
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes about the rubric."""
+        notes = [f"union: {note}" for note in self.found(None, Union).notes]
+        if len(self.traces) > MOST_IN_UNION and (Union.name, None) in self.phases:
+            notes.insert(0, f"the rubric was merged from the first {MOST_IN_UNION} of {len(self.traces)} traces")
+        return notes
+
     @property
     def calls(self) -> list[JudgeCall]:
         """All judge calls for the group."""
         return [call for judged in self.phases.values() for call in judged.calls]
-
-    def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
-        """The scoring verdicts on a rollout; None if there are none."""
-        judged = self.scored(rollout)
-        return None if judged is None or not judged.ok else judged.value
-
-    def scored(self, rollout: int) -> Judged[Any] | None:
-        """The result of the call that scored a rollout; None if there was no such call."""
-        return self.phases.get((Score.name, rollout)) or self.phases.get((Verdicts.name, rollout))
-
-    def attributions(self, rollout: int) -> tuple[Attribution, ...] | None:
-        """Attributions of the credit call or the merged call; None if there was no such call or it failed."""
-        if (Verdicts.name, rollout) in self.phases:
-            scores = self.verdicts(rollout)
-            return None if scores is None else Attribution.of_scores(scores)
-        judged = self.phases.get((Credit.name, rollout))
-        return None if judged is None or not judged.ok else judged.value
-
-    def left_out(self, rollout: int) -> int:
-        """Characters of a rollout that were truncated in the scoring prompt."""
-        judged = self.scored(rollout)
-        return 0 if judged is None else judged.left_out
 
     def share(self, rollout: int) -> RolloutAdvantage | None:
         """A trace's reward, advantage and step advantages; None if it has none."""
@@ -129,193 +136,87 @@ class GroupJudgement:
         return next((member for member in members if member.rollout == rollout), None)
 
 
-class TraceJudge:
-    """Judges groups of traces with one judge model."""
+class _Judges:
+    """The judge of one group, with what differs from training: a rubric of large groups and of single traces."""
 
-    def __init__(
-        self,
-        complete: Completer,
-        prompts: Prompts,
-        config: DracoConfig,
-        static: Sequence[Criterion] | None = None,
-        open_other: Callable[[JudgeConfig], Completer] | None = None,
-        asker: Asker | None = None,
-        replies: ReplyCache | None = None,
-    ) -> None:
-        """
-        Args:
-            complete: completer of the judge.
-            prompts: the prompt set.
-            config: ``judge`` and ``algorithm`` are used.
-            static: a rubric to use instead of the judge's own.
-            open_other: opens the completer of another judge; None: ``complete`` answers for all.
-            asker: asks the judge instead, e.g. a pool of judge workers on a cluster.
-            replies: the reply store; None: replies are not stored.
-        """
-        self._asker = asker
-        self._open_other = open_other or (lambda _: complete)
-        self._complete, self._prompts, self._config, self._replies = complete, prompts, config, replies
-        self._static = None if static is None else tuple(static)
-        self._rule = find_rule(config.algorithm.rule, config.algorithm.reliability)
+    def __init__(self, ask: Ask, *, most: int, single: bool) -> None:
+        """``most``: maximum number of criteria of a single trace."""
+        self._ask, self._most, self._single = ask, most, single
 
-    async def judge(self, index: int, group: TraceGroup) -> GroupJudgement:
-        """Judge one group: from its traces to its step advantages.
-
-        Raises:
-            JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.
-        """
-        traces = await asyncio.to_thread(lambda: group.traces)
-        played = await asyncio.to_thread(
-            lambda: tuple(as_trajectory(trace, group.task_id, rollout) for rollout, trace in enumerate(traces))
-        )
-        state = GroupJudgement(index=index, group=group, traces=traces, trajectories=played)
-        judge = self._judge_of(traces)
-        if self._static is not None:
-            state.rubric = self._static
-        elif not await self._write_rubric(judge, state):
-            return state
-        if not state.rubric:
-            state.reason = (
-                "no criterion distinguishes the traces of the group"
-                if not state.single
-                else "no criterion was proposed"
-            )
-            return state
-        await self._score(judge, state)
-        return state
-
-    def prompt_of(self, group: TraceGroup) -> tuple[Trace, str]:
-        """The first trace of a group as the judge sees it, without truncation."""
-        from draco_ray.judging import render
-
-        trace = group.traces[0]
-        return trace, render.agent_trajectory(as_trajectory(trace, group.task_id, 0), self._prompts.code(group.task_id))
-
-    def _judge_of(self, traces: Sequence[Trace]) -> Asker:
-        """The judge, with facts about the environment of these traces."""
-        if self._asker is not None:
-            return self._asker
-        prompts = self._prompts
-        if not prompts.facts:
-            prompts = replace(prompts, facts=environment_facts(traces))
-        return panel_judge(self._config.judge, prompts, self._complete, self._open_other, self._replies)
-
-    async def _write_rubric(self, judge: Asker, state: GroupJudgement) -> bool:
-        """stage1 ──► stage2 ×G ──► union; returns whether there is a rubric."""
-        context = CallContext(group=state.group.task_id, task_id=state.group.task_id)
-        prompt = state.trajectories[0].prompt
-        stage1 = state.phases[Stage1.name, None] = await judge.ask(Stage1(prompt), context)
-        proposals = [stage1]
-
-        async def stage2(trajectory: Trajectory) -> Judged[Any]:
-            judged = await judge.ask(Stage2(trajectory, stage1.value or ()), _context(trajectory))
-            state.phases[Stage2.name, trajectory.rollout] = judged
-            return judged
-
-        shown = state.trajectories[:MOST_IN_UNION]
-        if merged := self._config.algorithm.merge_proposals and len(shown) > 1:
-            question = Proposals(prompt, stage1.value or (), shown)
-            state.phases[Proposals.name, None] = await judge.ask(question, context)
-            proposals.append(state.phases[Proposals.name, None])
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
+        """See `draco_ray.judging.pool.JudgePool.ask`."""
+        if issubclass(phase, GroupQuestion):
+            given["trajectories"] = given["trajectories"][:MOST_IN_UNION]
+        if phase is not Union:
+            return await self._ask(phase, context, **given)
+        if self._single:
+            # Nothing to merge or to compare: every proposal counts.
+            kept: Judged[Any] = Judged(value=tuple(await value_of(given["candidates"]))[: self._most])
+            summary = phase_summary(phase.name, context, kept, time.time())
+            found = Judgement(judged=kept, archived=kept, summary=summary)
         else:
-            proposals += await gather_or_cancel(stage2(each) for each in state.trajectories)
-        if not any(each.ok for each in proposals):
-            state.reason = f"no rubric: {stage1.error}"
-            return False
-        candidates = [criterion for each in proposals for criterion in each.value or ()]
-        if len(state.trajectories) == 1:
-            limit = self._config.judge.max_union_criteria
-            state.rubric = tuple(candidates[:limit])
-            return True
-        if len(shown) < len(state.trajectories):
-            of = len(state.trajectories)
-            state.notes.append(f"the rubric was merged from the first {MOST_IN_UNION} of {of} traces")
-        numbers = [] if merged else [each.rollout for each in shown]
-        failed = [each for each in numbers if not state.phases[Stage2.name, each].ok]
-        union = state.phases[Union.name, None] = await judge.ask(
-            Union(prompt, candidates, shown, doubtful=failed), context
-        )
-        state.notes += [f"union: {note}" for note in union.notes]
-        if not union.ok:
-            state.reason = f"no rubric: {union.error}"
-            return False
-        state.rubric = union.value or ()
-        return True
-
-    async def _score(self, judge: Asker, state: GroupJudgement) -> None:
-        """score ×G ──► credit ×G ──► advantages."""
-
-        merged = self._config.algorithm.merge_verdicts and self._rule.cites
-        phase = Verdicts if merged else Score
-
-        async def score(trajectory: Trajectory) -> None:
-            judged = await judge.ask(phase(trajectory, state.rubric), _context(trajectory))
-            state.phases[phase.name, trajectory.rollout] = judged
-            if judged.error is not None:
-                state.errors[trajectory.rollout] = judged.error
-
-        await gather_or_cancel(score(each) for each in state.trajectories)
-        scored = [each for each in state.trajectories if state.verdicts(each.rollout) is not None]
-        if not scored or (len(scored) < 2 and not state.single):
-            state.reason = f"{len(scored)} of {len(state.traces)} traces could be scored"
-            return
-        rule = NoDropout() if state.single else self._rule
-        verdict_GK = np.array(
-            [[int(score.verdict) for score in state.verdicts(each.rollout) or ()] for each in scored], dtype=np.int8
-        )
-        surviving_K = rule.surviving(verdict_GK)
-        mixed_G = mixed_verdicts(verdict_GK, surviving_K)
-        rewards = rule.rewards(verdict_GK, surviving_K)
-        matters = rule.cites and bool(surviving_K.any()) and (state.single or bool(np.ptp(rewards) > 0))
-        asked = [int(index) for index in np.flatnonzero(surviving_K)]
-
-        async def credit(trajectory: Trajectory, mixed: bool) -> Sequence[Attribution] | Uncalled | None:
-            if merged:
-                return state.attributions(trajectory.rollout)
-            if not matters:
-                return ()
-            if self._config.algorithm.skip_inert_credit_calls and not mixed and not state.single:
-                return Uncalled.UNANIMOUS
-            scores = state.verdicts(trajectory.rollout) or ()
-            judged = await judge.ask(Credit(trajectory, state.rubric, scores, asked), _context(trajectory))
-            state.phases[Credit.name, trajectory.rollout] = judged
-            return judged.value if judged.ok else None
-
-        attributions = await gather_or_cancel(credit(each, bool(m)) for each, m in zip(scored, mixed_G, strict=True))
-        state.advantages = group_advantages(
-            state.group.task_id,
-            verdict_GK,
-            attributions,
-            [each.tokens_M for each in scored],
-            [each.rollout for each in scored],
-            rule=rule,
-            std_epsilon=self._config.algorithm.std_epsilon,
-        )
+            found = await self._ask(phase, context, **given)
+        if found.ok and not found.summary.criteria:
+            # Without a criterion there is no reward.
+            why = "was proposed" if self._single else "distinguishes the traces of the group"
+            found = replace(found, summary=replace(found.summary, error=f"no criterion {why}"))
+        return found
 
 
-async def judge_groups(
-    judge: TraceJudge,
-    groups: Iterable[tuple[int, TraceGroup]],
-    keep: Callable[[GroupJudgement], Awaitable[None]],
-    *,
-    at_once: int,
-) -> None:
-    """Judge groups, ``at_once`` at a time, and pass each to ``keep`` as soon as it is judged.
+async def judge_group(
+    index: int, group: TraceGroup, config: DracoConfig, static: tuple[Criterion, ...] | None, judge_of: JudgeOf
+) -> GroupJudgement:
+    """Judge one group: from its traces to its step advantages.
+
+    Args:
+        index: index of the group.
+        group: its traces.
+        config: ``judge.max_union_criteria`` and ``algorithm`` are used.
+        static: a rubric to use instead of the judge's own.
+        judge_of: the judge.
 
     Raises:
-        JudgeUnavailable: see `TraceJudge.judge`; groups in flight are cancelled.
+        JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.
     """
-    waiting = iter(groups)
+    traces = await asyncio.to_thread(lambda: group.traces)
+    played = await asyncio.to_thread(
+        lambda: tuple(as_trajectory(trace, group.task_id, rollout) for rollout, trace in enumerate(traces))
+    )
+    state = GroupJudgement(index=index, task_id=group.task_id, traces=traces, trajectories=played, static=static)
+    algorithm = config.algorithm.model_copy(update=ALONE if state.single else {})
+    await judge_played(
+        state, algorithm, judge_of(traces), most=config.judge.max_union_criteria, least=min(2, len(traces))
+    )
+    return state
 
-    async def work() -> None:
-        for index, group in waiting:
-            await keep(await judge.judge(index, group))
 
-    await gather_or_cancel(work() for _ in range(at_once))
+async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: Ask, *, most: int, least: int) -> None:
+    """Run the trajectories of a group through the graph of a training step, which fills ``state``.
 
-
-def _context(trajectory: Trajectory) -> CallContext:
-    return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)
+    Args:
+        state: the group.
+        algorithm: the settings of the graph.
+        ask: the judge.
+        most: maximum number of criteria of a single trace.
+        least: fewest traces with a reward.
+    """
+    used = {"reward": "rubric", "rubric": "dynamic" if state.static is None else "static", "rubric_visits": None}
+    algorithm = algorithm.model_copy(update={**used, "group_size": len(state.trajectories)})
+    rollouts: Any = PlayedRollouts({each.rollout: each for each in state.trajectories})
+    judges: Any = _Judges(ask, most=most, single=state.single)
+    keep = LocalActor(state)
+    pipeline = Pipeline(
+        algorithm,
+        rollouts,
+        judges,
+        local_advantages(algorithm),
+        keep,
+        static_rubric=Judged(value=state.static),
+        least=least,
+    )
+    prompt = state.trajectories[0].prompt
+    await pipeline.run(Group(step=0, index=state.index, task_id=state.task_id, prompt=prompt, members="traces"))
+    await keep.done()
 
 
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
@@ -336,15 +237,7 @@ def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
         policy_version=0,
         prompt=trace.prompt,
         turns=tuple(
-            Turn(
-                text=turn.text,
-                action=turn.action,
-                observation=turn.observation,
-                role=turn.role,
-                first_token=end - count,
-                last_token=end,
-                message=turn.message,
-            )
+            replace(turn, first_token=end - count, last_token=end)
             for turn, count, end in zip(trace.turns, counts, ends, strict=True)
         ),
         token_ids_T=np.full(total, UNKNOWN_TOKEN, dtype=np.int32),

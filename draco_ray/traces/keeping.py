@@ -26,7 +26,6 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.phases import Credit
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, sole_driver, write_private
@@ -174,7 +173,7 @@ class JudgingRun:
         return self.path / JUDGED / f"{index:06d}.json"
 
     def _write_tables(self, state: GroupJudgement) -> None:
-        step, key, task_id = state.index // GROUPS_A_STEP + 1, f"{state.index:06d}", state.group.task_id
+        step, key, task_id = state.index // GROUPS_A_STEP + 1, f"{state.index:06d}", state.task_id
         write = self._store.write
         played = state.trajectories
         write("trajectories", step, key, [row for each in played for row in rows.trajectory_rows(step, each)])
@@ -196,7 +195,7 @@ class JudgingRun:
         written = rows.part_rows(self.directory, "judge_calls", step, key)
         earlier = [row for row in written if row["call_id"] not in known]
         write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
-        write("groups", step, key, [_group_row(step, state)])
+        write("groups", step, key, [{"training_step": step, "task_id": task_id, **state.row}])
 
 
 def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> None:
@@ -217,21 +216,6 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
 def _begun(path: Path) -> bool:
     """Whether anything was judged or paid for in the directory."""
     return any((path / JUDGED).glob("*.json")) or read_book(path / "judge_cache").dollars > 0
-
-
-def _group_row(step: int, state: GroupJudgement) -> rows.Row:
-    scored = [each for each in state.trajectories if state.verdicts(each.rollout) is not None]
-    failed = sum(phase == Credit.name and not judged.ok for (phase, _), judged in state.phases.items())
-    return {
-        "training_step": step,
-        "task_id": state.group.task_id,
-        "state": "failed" if state.reason else "credited",
-        "rollouts": len(state.trajectories),
-        "lost": len(state.traces) - len(state.trajectories),
-        "unscored": len(state.trajectories) - len(scored),
-        "credit_failures": failed,
-        "reason": state.reason,
-    }
 
 
 def _index(groups: Sequence[TraceGroup]) -> Iterable[dict[str, Any]]:

@@ -7,9 +7,10 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -27,20 +28,22 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.build import open_model, prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import place_of
+from draco_ray.judging.judge import ask_phase
 from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.outage import Outage
-from draco_ray.judging.panel import with_fallbacks
+from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
 from draco_ray.records import Criterion
-from draco_ray.traces.judging import Asker, GroupJudgement, TraceJudge, judge_groups
+from draco_ray.traces.judging import Ask, GroupJudgement, JudgeOf, environment_facts, judge_group
 from draco_ray.traces.keeping import SETTING, JudgingRun
-from draco_ray.traces.model import TraceGroup
+from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
+from draco_ray.workers.tasks import gather_or_cancel
 
 DEFAULT_CONTEXT = 128_000
 """Context length of an unknown judge, in tokens."""
@@ -182,7 +185,7 @@ class Meter:
     def __init__(self, complete: Completer | None = None) -> None:
         """``complete``: the completer that answers; None: it is set later."""
         self.complete = None if complete is None else self.over(complete)
-        self.open_other: Callable[[JudgeConfig], Completer] | None = None
+        self.open_other: Callable[[JudgeConfig], Completer] = lambda _: self
         """Opens the completer of another judge."""
         self.replies: ReplyCache | None = None
         """The reply store."""
@@ -284,14 +287,36 @@ def open_judge(settled: Plan) -> Meter:
     return meter
 
 
-def trace_judge(settled: Plan, complete: Completer, asker: Asker | None = None) -> TraceJudge:
-    """The judge of a plan."""
-    prompts = prompts_of(settled.config.judge)
-    opens, replies = (complete.open_other, complete.replies) if isinstance(complete, Meter) else (None, None)
-    return TraceJudge(complete, prompts, settled.told, settled.rubric, opens, asker, replies)
+def judge_of(settled: Plan, meter: Meter) -> JudgeOf:
+    """The judge of a plan, with facts about the environment of the traces that it is asked about."""
+    config, prompts = settled.told.judge, prompts_of(settled.config.judge)
+
+    def about(traces: Sequence[Trace]) -> Ask:
+        told = prompts if prompts.facts else replace(prompts, facts=environment_facts(traces))
+        return partial(ask_phase, panel_judge(config, told, meter, meter.open_other, meter.replies))
+
+    return about
 
 
-async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: Asker | None = None) -> None:
+async def _judge_groups(
+    settled: Plan,
+    meter: Meter,
+    groups: Iterable[tuple[int, TraceGroup]],
+    keep: Callable[[GroupJudgement], Awaitable[None]],
+    ask: Ask | None = None,
+) -> None:
+    """Judge groups, ``settled.at_once`` at a time, and pass each to ``keep`` as soon as it is judged."""
+    about: JudgeOf = judge_of(settled, meter) if ask is None else lambda _: ask
+    config, waiting = settled.told, iter(groups)
+
+    async def work() -> None:
+        for index, group in waiting:
+            await keep(await judge_group(index, group, config, settled.rubric, about))
+
+    await gather_or_cancel(work() for _ in range(settled.at_once))
+
+
+async def judge_run(settled: Plan, meter: Meter, run: JudgingRun, ask: Ask | None = None) -> None:
     """Judge the pending groups of a run directory.
 
     Raises:
@@ -301,8 +326,8 @@ async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: 
     pending = run.pending()
     if not pending:
         return
-    if asker is None:
-        await complete.check()
+    if ask is None:
+        await meter.check()
 
     async def keep(state: GroupJudgement) -> None:
         writing = asyncio.create_task(asyncio.to_thread(run.keep, state))
@@ -313,7 +338,7 @@ async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: 
             await writing
             raise
 
-    await judge_groups(trace_judge(settled, complete, asker), pending, keep, at_once=settled.at_once)
+    await _judge_groups(settled, meter, pending, keep, ask)
 
 
 async def judge(
@@ -367,11 +392,17 @@ async def judge(
         out=folder,
         batch=batch,
     )
+
+    def opened() -> Meter:
+        if complete is None:
+            return open_judge(settled)
+        return complete if isinstance(complete, Meter) else Meter(complete)  # type: ignore[arg-type]
+
     if folder is not None:
         with JudgingRun.open(folder, settled.config, groups) as run:
             began = time.monotonic()
             try:
-                await judge_run(settled, complete or open_judge(settled), run)  # type: ignore[arg-type]
+                await judge_run(settled, opened(), run)
             finally:
                 run.finish(time.monotonic() - began)
             return [*run.results()]
@@ -380,10 +411,10 @@ async def judge(
     async def keep(state: GroupJudgement) -> None:
         found[state.index] = judged_group(state)
 
-    asked: Completer = complete or open_judge(settled)  # type: ignore[assignment]
+    meter = opened()
     if complete is None and groups:
-        await asked.check()
-    await judge_groups(trace_judge(settled, asked), enumerate(groups), keep, at_once=settled.at_once)
+        await meter.check()
+    await _judge_groups(settled, meter, enumerate(groups), keep)
     return [found[index] for index in range(len(groups))]
 
 
@@ -418,4 +449,4 @@ def judge_sync(
         return thread.submit(run).result()
 
 
-__all__ = ["JudgeOptions", "Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]
+__all__ = ["JudgeOptions", "Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan"]

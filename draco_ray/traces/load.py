@@ -20,13 +20,13 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, TraceError
-from draco_ray.records import Message, Trajectory
+from draco_ray.records import Message, Trajectory, Turn
 from draco_ray.traces.conversation import CODE
 from draco_ray.traces.entry import UNREADABLE, BadTrace, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
 from draco_ray.traces.formats import Format, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
-from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
+from draco_ray.traces.model import Summary, Trace, TraceGroup, clean
 from draco_ray.traces.readers import FORMATS, recognised
 from draco_ray.traces.readers.chat import session as chat_session
 from draco_ray.traces.unread import unread, watched
@@ -385,12 +385,12 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
         task="\n".join(clean(each.content) for each in trajectory.prompt),
         prompt=tuple(Message(role=each.role, content=clean(each.content)) for each in trajectory.prompt),
         turns=tuple(
-            TraceTurn(
+            Turn(
                 role=turn.role,
                 text=clean(turn.text),
                 action=None if turn.action is None else clean(turn.action),
                 observation=None if turn.observation is None else clean(turn.observation),
-                tokens=turn.last_token - turn.first_token or None,
+                last_token=turn.tokens or 0,
                 message=turn.message,
             )
             for turn in trajectory.turns

@@ -6,34 +6,11 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from draco_ray.records import EpisodeEnd, Message
+from draco_ray.records import EpisodeEnd, Message, Turn
 
 CHARACTERS_PER_TOKEN = 4
 """Used to estimate the tokens of turns without a token count."""
 MAX_ID_CHARACTERS = 200
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceTurn:
-    """One turn: a *step* or a gap (`draco_ray.records.is_step`)."""
-
-    role: str
-    """``assistant`` for the agent's own turns; turns of others (``user``, ``tool``, a sub-agent's name) are gaps."""
-    text: str
-    """The whole text, including the action."""
-    action: str | None = None
-    """The tool calls, one after the other, or the code; None in a message or a gap."""
-    observation: str | None = None
-    """Output of the action; None if there is none or it was not recorded."""
-    tokens: int | None = None
-    """Number of sampled tokens, if the trace states it."""
-    message: bool = False
-    """Whether it is a step without an action: a message that somebody received."""
-
-    @property
-    def is_step(self) -> bool:
-        """Whether the turn acts or is a message that somebody received."""
-        return self.action is not None or self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +22,7 @@ class Trace:
     """Traces with the same task id are judged together; if empty, those with the same `task`."""
     prompt: tuple[Message, ...]
     """Messages before the agent's first turn, and its tools (role ``tools``)."""
-    turns: tuple[TraceTurn, ...]
+    turns: tuple[Turn, ...]
     format: str
     """One of `draco_ray.traces.readers.FORMATS`."""
     source: str
@@ -61,12 +38,12 @@ class Trace:
     """Training step, for a trace from a run directory."""
 
     @property
-    def steps(self) -> tuple[TraceTurn, ...]:
+    def steps(self) -> tuple[Turn, ...]:
         """The turns that act, with code or tool calls, in order."""
         return tuple(turn for turn in self.turns if turn.action is not None)
 
     @property
-    def judged_steps(self) -> tuple[TraceTurn, ...]:
+    def judged_steps(self) -> tuple[Turn, ...]:
         """The steps that a judge may cite: turns that act, and messages that somebody received."""
         return tuple(turn for turn in self.turns if turn.is_step)
 
@@ -76,7 +53,7 @@ class Trace:
         own = [turn for turn in self.turns if turn.role == "assistant"]
         return bool(own) and all(turn.tokens for turn in own)
 
-    def tokens(self, turn: TraceTurn) -> int:
+    def tokens(self, turn: Turn) -> int:
         """Sampled tokens of a turn: counted if the trace counts all turns, else estimated; 0 for turns of others."""
         if turn.role != "assistant":
             return 0

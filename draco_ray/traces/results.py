@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from draco_ray.judging.phases import Credit, Score, Verdicts
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Verdict
 from draco_ray.traces.judging import SINGLE, GroupJudgement
 
@@ -104,12 +105,12 @@ def judged_group(state: GroupJudgement) -> JudgedGroup:
     survived = () if state.advantages is None else tuple(map(bool, state.advantages.surviving_K))
     notes = [*state.notes, *([SINGLE] if state.single else [])]
     return JudgedGroup(
-        task_id=state.group.task_id,
+        task_id=state.task_id,
         rubric=state.rubric,
         survived=survived,
         rollouts=tuple(_trace(state, rollout, survived) for rollout in range(len(state.traces))),
         dollars=math.fsum(call.dollars for call in state.calls),
-        error=state.reason,
+        error=state.row["reason"],
         notes=tuple(notes),
     )
 
@@ -125,17 +126,18 @@ def json_lines(group: JudgedGroup) -> Iterator[dict[str, Any]]:
 
 def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> JudgedTrace:
     trace, share = state.traces[rollout], state.share(rollout)
-    scores = state.verdicts(rollout) or ()
-    cited = {each.criterion: each for each in state.attributions(rollout) or ()}
+    scored, credit = state.found(rollout, Score, Verdicts), state.found(rollout, Credit)
+    scores = scored.value or ()
+    attributions = credit.value or Attribution.of_scores(state.found(rollout, Verdicts).value or ())
+    cited = {each.criterion: each for each in attributions}
     notes = list(trace.notes)
-    if left_out := state.left_out(rollout):
-        notes.append(f"{left_out:,} characters were left out of the judge's prompt")
-    credit = state.phases.get(("credit", rollout))
-    if credit is not None and not credit.ok:
+    if scored.left_out:
+        notes.append(f"{scored.left_out:,} characters were left out of the judge's prompt")
+    if not credit.ok:
         notes.append(f"no step credit: {credit.error}")
     advantage = None if share is None or state.single else share.advantage
     return JudgedTrace(
-        task_id=state.group.task_id,
+        task_id=state.task_id,
         trace_id=trace.trace_id,
         rollout=rollout,
         source=trace.source,
@@ -145,9 +147,9 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
         advantage=advantage,
         verdicts=tuple(_verdict(state, index, score, cited.get(index), survived) for index, score in enumerate(scores)),
         steps=tuple(_steps(state, rollout)),
-        error=state.errors.get(rollout),
+        error=scored.error,
         notes=tuple(notes),
-        left_out=left_out,
+        left_out=scored.left_out,
         tokens_counted=trace.tokens_counted,
         fallback="" if share is None else share.fallback.value,
         outcome=trace.outcome,

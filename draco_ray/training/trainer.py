@@ -43,7 +43,7 @@ from draco_ray.judging.outage import span
 from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
-from draco_ray.rollout.pool import FinishedRollout
+from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from draco_ray.training.metrics import held_out_metrics, step_metrics, step_spans, update_metrics

@@ -15,9 +15,9 @@ from typing import Any
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import RUBRIC
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Stage1
-from draco_ray.judging.pool import Judgement, JudgePool, judge_starter
+from draco_ray.judging.pool import JudgePool, judge_starter
 from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer

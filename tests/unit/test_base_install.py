@@ -38,7 +38,6 @@ ACTORS = (
     "judging.actors",
     "judging.local.actor",
     "judging.local.servers",
-    "judging.held_out",
     "judging.pool",
     "judging.actors",
     "judging.worker",

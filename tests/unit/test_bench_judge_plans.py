@@ -13,16 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.lab.analysis.judges import configured_rules
-from draco_ray.lab.verify import LocalActor, PlayedRollouts
 from draco_ray.pipeline import Group, Pipeline
+from draco_ray.rollout.finished import PlayedRollouts
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import carried_rubrics
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.world.scripts import families
-from draco_ray.training.advantage_computer import AdvantageComputerActor
+from draco_ray.workers.local import LocalActor
 from tests.support.jobs import load_job
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
 from tests.support.timed_run import timed_run
@@ -114,9 +115,9 @@ async def test_a_continued_run_carries_over_what_an_undisturbed_one_does(
             store = LocalActor(RunStoreActor(run.path))
             pipeline = Pipeline(
                 config.algorithm,
-                PlayedRollouts({each.rollout: each for each in rollouts}, {}),  # type: ignore[arg-type]
+                PlayedRollouts({each.rollout: each for each in rollouts}),  # type: ignore[arg-type]
                 judges,
-                LocalActor(AdvantageComputerActor(config.algorithm), {"from_verdicts": 4}),
+                local_advantages(config.algorithm),
                 store,
                 carried=carried_rubrics(run, steps.start),
             )

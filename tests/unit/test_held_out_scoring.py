@@ -18,9 +18,9 @@ from draco_ray.errors import RunStopped
 from draco_ray.judging.actors import only_self
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, phase_summary
 from draco_ray.judging.phases import Score, Union
-from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
+from draco_ray.judging.pool import JudgeWorkerActor
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline

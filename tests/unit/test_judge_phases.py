@@ -20,9 +20,9 @@ from draco_ray.commands.import_prompts import import_prompts
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import EXAMPLES, PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Judge, phase_summary
 from draco_ray.judging.phases import PHASES, Credit, Phase, Score, Stage1, Stage2, Union, urgency
-from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
+from draco_ray.judging.pool import JudgeWorkerActor
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.runs.cost import cost_table, phase_costs
 from draco_ray.pipeline import Group

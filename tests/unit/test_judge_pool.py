@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, phase_summary
 from draco_ray.judging.phases import PHASES
-from draco_ray.judging.pool import JudgePool, phase_summary
+from draco_ray.judging.pool import JudgePool
 from draco_ray.records import Judged
 
 

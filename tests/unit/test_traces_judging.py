@@ -19,13 +19,13 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
-from draco_ray.records import EpisodeEnd, Message
+from draco_ray.records import EpisodeEnd, Message, Turn
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import step_trajectories
 from draco_ray.traces.judging import as_trajectory, environment_facts
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import groups_of, load_traces
-from draco_ray.traces.model import Trace, TraceTurn
+from draco_ray.traces.model import Trace
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
 
@@ -131,6 +131,42 @@ def test_a_rubric_of_ones_own(tmp_path: Path) -> None:
     (static,) = judge_sync(groups, MODEL, rubric="static", complete=Canned(score=lambda p: "no"))
     assert len(static.rubric) > 5
     assert static.error == "0 of 2 traces could be scored"
+
+
+def test_which_credit_calls_are_made_is_what_the_settings_say(tmp_path: Path) -> None:
+    """The criterion that all pass is dropped: by default it needs no credit call."""
+    (tmp_path / "passed.yaml").write_text(f"- {json.dumps(canned_judge.SEARCHES)}", encoding="utf-8")
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    every = {"algorithm": {"skip_useless_credit_calls": False, "credit_surviving_only": False}}
+    for config, calls in ((None, 0), (every, 2)):
+        canned = Canned()
+        judge_sync(groups, MODEL, rubric=tmp_path / "passed.yaml", config=config, complete=canned)
+        assert canned.phases().count("credit") == calls
+    for config, cited in ((None, False), (every, True)):
+        (group,) = judge_sync(groups, MODEL, config=config, complete=Canned())
+        assert [bool(trace.verdicts[1].steps) for trace in group.rollouts] == [cited] * 2
+
+
+def test_without_a_criterion_there_is_no_reward(tmp_path: Path) -> None:
+    none = json.dumps({"entries": []})
+    (group,) = judge_sync(
+        load_traces(FILES / "openai_chat.jsonl"), MODEL, out=tmp_path / "out", complete=Canned(union=lambda _: none)
+    )
+    assert group.error == "no rubric: no criterion distinguishes the traces of the group"
+    assert [(trace.reward, trace.error) for trace in group.rollouts] == [(None, None)] * 2
+    (row,) = RunDirectory.open(tmp_path / "out").table("groups").to_pylist()
+    assert (row["state"], row["rollouts"], row["lost"]) == ("failed", 2, 0)
+
+
+async def test_the_rubric_of_a_large_group_is_merged_from_its_first_traces() -> None:
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    many = replace(groups[0], read=lambda: [*groups[0].traces * 9])
+    canned = Canned()
+    (found,) = await judge([many], MODEL, complete=canned)
+    (union,) = (each.messages[0].content for each in canned.asked if each.phase == "union")
+    assert union.count("<rollout index=") == 16
+    assert found.notes == ("the rubric was merged from the first 16 of 18 traces",)
+    assert [canned.phases().count(phase) for phase in ("stage2", "score", "credit")] == [18] * 3
 
 
 def test_what_fails_is_said_and_is_no_verdict() -> None:
@@ -305,7 +341,7 @@ def long_trace(**lengths: int) -> Trace:
         task_id="t",
         prompt=(Message(role="user", content="p" * lengths.get("prompt", 10)),),
         turns=tuple(
-            TraceTurn(
+            Turn(
                 role="assistant",
                 text=f"{said}\n\n{action}",
                 action=action,
@@ -406,7 +442,7 @@ def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
     trajectory = as_trajectory(trace, "g", 0)
     assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.judged_steps]
     assert (trajectory.token_ids_T == -1).all()
-    counted = replace(trace, turns=tuple(replace(t, tokens=7 if t.role == "assistant" else None) for t in trace.turns))
+    counted = replace(trace, turns=tuple(replace(t, last_token=7 if t.role == "assistant" else 0) for t in trace.turns))
     assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7, 7, 7]
     assert len(as_trajectory(counted, "g", 0).token_ids_T) == 28
 

@@ -28,9 +28,8 @@ from rich.console import Console
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, RubricError
-from draco_ray.judging.judge import CallContext
+from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Phase, Score, Stage1, Stage2, Union
-from draco_ray.judging.pool import Judgement
 from draco_ray.lab.files import check_file
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
@@ -42,7 +41,7 @@ from draco_ray.lab.rubric_authoring.reduction import (
 )
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune, rubric_table, write_rubric
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
-from draco_ray.rollout.pool import FinishedRollout
+from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
