@@ -61,7 +61,7 @@ _LETTA = {
     "reasoning_message": AGENT,
     "tool_return_message": "tool",
 }
-_CONTENTS = ("parts", "content", "blocks", "text", "system_prompt", "tool_return")
+_CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", "tool_return")
 """Fields of a message that may contain its text."""
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response that may contain the answer."""
@@ -401,6 +401,7 @@ def _calls(message: Fields) -> Iterator[Call]:
         call = decoded(each)
         if not isinstance(call, Mapping):
             raise BadTrace(f"expected a tool call as an object, found {shown(call)[:60]}")
+        call = object_of(call, "tool_call") or call
         function = decoded(first_of(call, "function", "custom"))
         named = {"name": function} if isinstance(function, str) else function if isinstance(function, Mapping) else {}
         called = call_of(_over(named, call))

@@ -87,6 +87,7 @@ def part(each: Mapping[str, Any]) -> list[Entry]:
 def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """A part's type, empty if it has none, and its fields. Bedrock and Gemini write ``{TYPE: FIELDS}``; AutoGen and the
     first AI SDK write calls and results without a type."""
+    each = object_of(each, "message_content") or each
     type_ = str(first_of(each, "type", "block_type", "part_kind") or "")
     if type_ in ("toolRequest", "toolResponse"):
         # Goose wraps the call or its result in a serialized Rust ``Result``.
@@ -114,7 +115,8 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return ("file" if key.startswith("inline") else key), each[key]
     if "call_id" in each or {"toolCallId", "result"} <= each.keys():
         return "tool_result", each
-    return ("tool_call" if {"name", "arguments"} <= each.keys() or "toolCallId" in each else ""), each
+    called = {"name", "arguments"} <= each.keys() or {"toolCallId", "toolName"} <= each.keys()
+    return ("tool_call" if called else ""), each
 
 
 def _known(each: Mapping[str, Any]) -> list[Entry] | None:
