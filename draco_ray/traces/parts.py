@@ -5,7 +5,9 @@ OpenAI             ``text``, ``input_text``, ``output_text``, ``refusal``, ``ima
 Anthropic          ``text``, ``thinking``, ``tool_use``, ``tool_result``, ``server_tool_use``, ``search_result``, ...
 Bedrock Converse   ``{"text"}``, ``{"toolUse"}``, ``{"toolResult"}``, ``{"reasoningContent"}``, ``{"image"}``
 Gemini             ``{"text"}``, ``{"functionCall"}``, ``{"functionResponse"}``, ``{"executableCode"}``, snake case too
+OpenAI Responses   items: ``reasoning``, ``function_call``, ``function_call_output``, ``web_search_call``, ...
 Vercel AI SDK      ``tool-call``, ``tool-result``, ``tool-NAME``, ``dynamic-tool``, ``tool-invocation``, ``step-start``
+Pydantic AI        ``tool-call``, ``tool-return``, ``retry-prompt`` as ``part_kind``
 OpenTelemetry      ``tool_call``, ``tool_call_response``, ``blob``, ``uri``, ...
 =================  =====================================================================================================
 
@@ -40,9 +42,11 @@ MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapsh
 CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "toolUse", "functionCall")
 RESULTS = (
     *("tool_result", "tool_call_response", "tool-result", "tool-error", "tool_call_result", "toolResult"),
-    *("functionResponse", "function_response"),
+    *("functionResponse", "function_response", "tool-return", "retry-prompt", "_call_output"),
 )
 """Endings of the types of calls and of results."""
+OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
+"""Fields of a call that may contain its result."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 TYPES = (
     *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
@@ -59,20 +63,17 @@ def parts(content: object) -> Iterator[Entry]:
     Raises:
         BadTrace: the content is neither text nor a list of parts.
     """
-    if isinstance(content, str):
-        yield Entry(role="", text=plain(content))
-    elif isinstance(content, Mapping):
-        yield from part(content)
-    elif isinstance(content, Sequence):
-        for each in content:
-            if isinstance(each, str):
-                yield Entry(role="", text=plain(each))
-            elif isinstance(each, Mapping):
-                yield from part(each)
-            else:
-                raise BadTrace(f"expected text or an object as a part of its content, found {kind(each)}")
-    elif content is not None:
+    if content is None:
+        return
+    if isinstance(content, bytes) or not isinstance(content, Mapping | Sequence):
         raise BadTrace(f"expected its content as text or a list of parts, found {kind(content)}")
+    for each in [content] if isinstance(content, str | Mapping) else content:
+        if isinstance(each, str):
+            yield Entry(role="", text=plain(each))
+        elif isinstance(each, Mapping):
+            yield from part(each)
+        else:
+            raise BadTrace(f"expected text or an object as a part of its content, found {kind(each)}")
 
 
 def part(each: Mapping[str, Any]) -> list[Entry]:
@@ -84,15 +85,22 @@ def part(each: Mapping[str, Any]) -> list[Entry]:
 
 
 def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """A part's type, empty if it has none, and its fields. Bedrock and Gemini write ``{TYPE: FIELDS}``."""
-    type_ = str(each.get("type") or each.get("block_type") or "")
+    """A part's type, empty if it has none, and its fields. Bedrock and Gemini write ``{TYPE: FIELDS}``; AutoGen and the
+    first AI SDK write calls and results without a type."""
+    each = object_of(each, "message_content") or each
+    type_ = str(first_of(each, "type", "block_type", "part_kind") or "")
     if type_ in ("toolRequest", "toolResponse"):
         # Goose wraps the call or its result in a serialized Rust ``Result``.
         held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
         inner = held.get("value", held.get("error"))
         given = inner if isinstance(inner, Mapping) else {"content": inner}
         type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
-        each = {"id": each.get("id"), **given, "status": held.get("status")}
+        return type_, {"id": each.get("id"), **given, "status": held.get("status")}
+    if type_ == "tool-invocation":
+        return "dynamic-tool", object_of(each, "toolInvocation")
+    if type_ == "tool" and isinstance(each.get("state"), Mapping):
+        # OpenCode
+        return "dynamic-tool", {**each["state"], "id": each.get("callID"), "name": each.get("tool")}
     if type_:
         return type_, each
     if (key := next((name for name in TYPES if isinstance(each.get(name), Mapping)), None)) is not None:
@@ -105,7 +113,10 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return "json", each
     if (key := next((name for name in FILES if isinstance(each.get(name), Mapping)), None)) is not None:
         return ("file" if key.startswith("inline") else key), each[key]
-    return "", each
+    if "call_id" in each or {"toolCallId", "result"} <= each.keys():
+        return "tool_result", each
+    called = {"name", "arguments"} <= each.keys() or {"toolCallId", "toolName"} <= each.keys()
+    return ("tool_call" if called else ""), each
 
 
 def _known(each: Mapping[str, Any]) -> list[Entry] | None:
@@ -113,23 +124,73 @@ def _known(each: Mapping[str, Any]) -> list[Entry] | None:
     type_, fields = _typed(each)
     if type_ in MARKERS or not each:
         return []
-    if type_.endswith(CALLS):
-        return [Entry(role="", calls=(_call(fields, type_ if "type" in each or "block_type" in each else "tool"),))]
-    if type_.endswith(RESULTS):
-        return [_result(fields, type_)]
+    if found := _tool(type_, fields):
+        return found
+    text = _text(type_, fields)
+    return None if text is None else [Entry(role="", text=text)]
+
+
+def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
+    """The call of a tool, its result, or both; empty if the part is neither."""
     if type_ in ("executableCode", "executable_code"):
         return [Entry(role="", calls=(Call(name="code", arguments={"code": fields.get("code", fields)}),))]
     if type_ in ("codeExecutionResult", "code_execution_result"):
-        return [Entry(role="tool", text=plain(fields["output"]) if "output" in fields else compact(fields))]
-    if type_ == "tool-invocation" and isinstance(fields.get("toolInvocation"), Mapping):
-        return _call_and_result(fields["toolInvocation"], type_)
-    if "toolCallId" in fields and (type_.startswith("tool-") or type_ == "dynamic-tool"):
-        return _call_and_result(fields, type_)
-    if type_ == "tool" and isinstance(fields.get("state"), Mapping):
-        named = {"toolCallId": fields.get("callID"), "toolName": fields.get("tool")}
-        return _call_and_result({**fields["state"], **named}, type_)
-    text = _text(type_, fields)
-    return None if text is None else [Entry(role="", text=text)]
+        return [Entry(role="tool", text=plain(fields.get("output", fields)))]
+    if type_.endswith(RESULTS):
+        return [result_of(fields, type_)]
+    if type_.endswith(CALLS):
+        return [Entry(role="", calls=(call_of(fields, type_ if "type" in fields else "tool"),))]
+    if type_ in ("dynamic-tool", "mcp_call") or (type_.startswith("tool-") and "toolCallId" in fields):
+        if fields.get("state") == "output-denied":
+            reason = text_of(object_of(fields, "approval"), "reason") or "Tool execution denied."
+            fields = {**fields, "error": reason}
+        called = Entry(role="", calls=(call_of(fields, type_.removeprefix("tool-")),))
+        return [called, result_of(fields)] if any(fields.get(name) for name in OUTCOMES) else [called]
+    return own_tool(type_.removesuffix("_call"), fields) if type_.endswith("_call") else []
+
+
+def own_tool(name: str, item: Mapping[str, Any], outcomes: Sequence[str] = OUTCOMES) -> list[Entry]:
+    """The call of a tool that the provider itself runs (web search, ...), and its results if the item has some."""
+    call_id = text_of(item, "call_id", "id")
+    about = {key: item[key] for key in item if key not in ("id", "type", "status", "call_id", *outcomes)}
+    found = [Entry(role="", calls=(Call(name=name, arguments=about, call_id=call_id),))]
+    results = {key: item[key] for key in outcomes if item.get(key) not in (None, "", [])}
+    return [*found, Entry(role="tool", text=plain(results), call_id=call_id)] if results else found
+
+
+def call_of(fields: Mapping[str, Any], name: str = "") -> Call:
+    """The call of a tool in any form; ``name`` is used if it has none."""
+    return Call(
+        name=text_of(fields, "name", "toolName", "tool_name", "function_name") or name,
+        arguments=first_of(fields, "input", "arguments", "args", "tool_kwargs", "server_tool_call"),
+        call_id=text_of(fields, "call_id", "id", "toolUseId", "toolCallId", "tool_call_id"),
+    )
+
+
+def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None) -> Entry:
+    """The result of a tool in any form, marked if the tool failed; ``content`` is used if it is given."""
+    names = ("content", "response", "result", "output", "tool_return", type_)
+    said = first_of(fields, *names) if content is None else content
+    if isinstance(said, Mapping) and {"type", "value"} <= said.keys():
+        # The AI SDK's output of a tool: json, text, error-json, error-text, content.
+        type_, said = f"{type_} {said['type']}", said["value"]
+    error = fields.get("errorText") or fields.get("error")
+    if isinstance(error, Mapping):
+        error = error.get("message") or shown(error)
+    failed = fields.get("is_error") or fields.get("isError") or fields.get("status") == "error"
+    marked = "[error] " if error or failed or "error" in type_ or type_ == "retry-prompt" else ""
+    # Gemini stores a result's media in a field beside the result.
+    media = parts(fields.get("parts")) if content is None else ()
+    texts = [plain(said), *(medium.text for medium in media)]
+    return Entry(
+        role="tool",
+        text=marked + "\n".join([*([clean(str(error))] if error and error is not True else []), *filter(None, texts)]),
+        call_id=text_of(
+            {**object_of(fields, "origin"), **fields},
+            *("tool_use_id", "toolUseId", "tool_call_id", "toolCallId", "call_id", "id"),
+        ),
+        name=text_of(fields, "name", "toolName", "tool_name"),
+    )
 
 
 def _text(type_: str, fields: Any) -> str | None:
@@ -151,48 +212,6 @@ def _text(type_: str, fields: Any) -> str | None:
     if type_ == "json" and "json" in fields:
         return compact(fields["json"])
     return _medium(type_, fields)
-
-
-def _call(each: Mapping[str, Any], type_: str) -> Call:
-    names = ("input", "arguments", "args", "tool_kwargs", "server_tool_call")
-    return Call(
-        name=text_of(each, "name", "toolName", "tool_name") or type_,
-        arguments=next((each[name] for name in names if each.get(name) is not None), None),
-        call_id=text_of(each, "call_id", "id", "toolUseId", "toolCallId", "tool_call_id"),
-    )
-
-
-def _result(each: Mapping[str, Any], type_: str) -> Entry:
-    names = ("content", "response", "result", "output", "error", type_)
-    said = next((each[name] for name in names if each.get(name) is not None), None)
-    if isinstance(said, Mapping) and {"type", "value"} <= said.keys():
-        # The AI SDK's output of a tool: json, text, error-json, error-text, content.
-        type_, said = f"{type_} {said['type']}", said["value"]
-    failed = each.get("is_error") or each.get("isError") or each.get("status") == "error" or "error" in type_
-    # Gemini stores a result's media in a field beside the result.
-    texts = [plain(said), *(medium.text for medium in parts(each.get("parts")))]
-    return Entry(
-        role="tool",
-        text=("[error] " if failed else "") + "\n".join(texts),
-        call_id=text_of(
-            {**object_of(each, "origin"), **each}, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"
-        ),
-        name=text_of(each, "name", "toolName", "tool_name"),
-    )
-
-
-def _call_and_result(each: Mapping[str, Any], type_: str) -> list[Entry]:
-    """A part of the AI SDK's user interface with a call and, if available, its result."""
-    named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
-    found = [Entry(role="", calls=(_call({**each, **named}, type_),))]
-    outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
-    failed = each.get("errorText") or each.get("error")
-    if each.get("state") == "output-denied":
-        failed = text_of(object_of(each, "approval"), "reason") or "Tool execution denied."
-    if outcome or failed is not None:
-        error = {"output": failed, "is_error": True} if failed else {}
-        found.append(_result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool"))
-    return found
 
 
 def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
@@ -230,8 +249,8 @@ def plain(value: object) -> str:
 
 
 def _is_part(each: Mapping[str, Any]) -> bool:
-    named = isinstance(each.get("type", each.get("block_type")), str)
-    return named or each.keys() <= {"text", "json", "image", "document", "video"}
+    named = isinstance(first_of(each, "type", "block_type"), str)
+    return named or each.keys() <= {"text", "json", "image", "document", "video", *TYPES}
 
 
 def _shown_part(each: Mapping[str, Any]) -> str:

@@ -1423,3 +1423,44 @@ def test_fields_that_tables_fill_with_null_change_nothing(tmp_path: Path) -> Non
     for name, document in DOCUMENTS.items():
         (trace,), (table,) = (read(tmp_path, [each])[0].traces for each in (document, filled(document)))
         assert (name, table.prompt, table.turns) == (name, trace.prompt, trace.turns)
+
+
+def test_answers_that_are_blocks_or_whose_calls_have_no_type(tmp_path: Path) -> None:
+    called = {"toolCallId": "c", "toolName": "find_room", "args": ARGUMENTS}
+    blocks = [typed("text", text=SAID), typed("tool_use", id="c", name="find_room", input=ARGUMENTS)]
+    step = {"text": SAID, "finishReason": "tool-calls", "toolCalls": [called]}
+    for reply, observed in (
+        (blocks, None),
+        (step, None),
+        ({**step, "toolResults": [{**called, "result": RESULT}]}, RESULT),
+        ({"parts": [{"text": SAID}, {"functionCall": {"name": "find_room", "args": ARGUMENTS}}]}, None),
+    ):
+        (trace,) = read(tmp_path, [{"messages": [USER], "response": reply}])[0].traces
+        expected = (f'{SAID}\n\nfind_room({{"day": "Fri"}})', observed)
+        assert [(turn.text, turn.observation) for turn in trace.turns] == [expected]
+
+
+def test_fields_of_another_dialect_beside_a_role_take_no_content(tmp_path: Path) -> None:
+    said = [{**USER, "from": "Ann"}, {**LAST, "from": "desk", "data": {"role": "user"}, "code_blocks": [{"code": "x"}]}]
+    (trace,) = read(tmp_path, [{"messages": said}])[0].traces
+    assert ([each.content for each in trace.prompt], trace.turns[0].text) == ([ASKED], DONE)
+    assert trace.turns[0].action is None
+
+
+def test_names_with_dots_within_a_spans_values_stay(tmp_path: Path) -> None:
+    def listed(*values: Any) -> dict[str, Any]:
+        return {"arrayValue": {"values": list(values)}}
+
+    def keyed(**values: Any) -> dict[str, Any]:
+        return {"kvlistValue": {"values": [{"key": key, "value": value} for key, value in values.items()]}}
+
+    def text(value: str) -> dict[str, str]:
+        return {"stringValue": value}
+
+    arguments = keyed(**{"room.day": text("Fri"), "0": text("x")})
+    call = keyed(type=text("tool_call"), id=text("c"), name=text("find_room"), arguments=arguments)
+    one = span(1, 0, "chat", input_messages=[OTEL_USER])
+    said = listed(keyed(role=text("assistant"), parts=listed(call)))
+    one["attributes"].append({"key": "gen_ai.output.messages", "value": said})
+    (trace,) = read(tmp_path, [{"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]}])[0].traces
+    assert trace.steps[0].action == 'find_room({"room.day": "Fri", "0": "x"})'

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,11 @@ from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
 from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, decoded, shown, text_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
-from draco_ray.traces.messages import AGENT_ROLES, GEMINI_CLI, LANGCHAIN, entries, is_autogen, is_wrapped, reply_entries
+from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, reply_entries, unwrapped
 from draco_ray.traces.model import Trace, clean
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import templated
 
-ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
-"""Item types of OpenAI's Responses API."""
 REQUESTS = (
     *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
     *("values", "chat", ""),
@@ -151,7 +148,9 @@ def _is_history(value: object, name: str) -> bool:
 def _is_dialogue(value: Any) -> bool:
     """Whether the value is a list of messages with at least one from an agent."""
     return is_messages(value) and any(
-        is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
+        str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
+        for each in value
+        if isinstance(each, Mapping)
     )
 
 
@@ -163,28 +162,6 @@ def is_lone(record: Mapping[str, Any]) -> bool:
 def is_messages(value: object) -> bool:
     """Whether the value is a list of chat messages or items, in any dialect."""
     return isinstance(value, list) and bool(value) and all(map(is_message, value[:3]))
-
-
-def is_message(value: object) -> bool:
-    """Whether the value is a chat message or an item, in any dialect."""
-    if not isinstance(value, Mapping):
-        return False
-    autogen = is_autogen(value) or {"source", "content"} <= value.keys()
-    if "role" in value or ("from" in value and "value" in value) or autogen or is_wrapped(value):
-        return True
-    if isinstance(value.get("parts"), list):
-        return True
-    if (value.get("type") in GEMINI_CLI and "content" in value) or str(value.get("message_type")).endswith("_message"):
-        return True
-    choice = isinstance(value.get("message"), Mapping) and ("finish_reason" in value or "index" in value)
-    return choice or _is_langchain(value) or bool(ITEM.fullmatch(str(value.get("type"))))
-
-
-def _is_langchain(value: Mapping[str, Any]) -> bool:
-    if value.get("type") == "constructor":
-        return isinstance(value.get("kwargs"), Mapping)
-    short = str(value.get("type")).removesuffix("Chunk").removesuffix("Message").casefold()
-    return short in LANGCHAIN and ("content" in value or isinstance(value.get("data"), Mapping))
 
 
 def _types(messages: object) -> set[str]:
@@ -332,10 +309,9 @@ def _call(record: Any) -> ModelCall:
     if (told := _told(record, known, SYSTEM)) is not None:
         content = told.get("parts", told) if isinstance(told, Mapping) else told
         inputs = entries([{"role": "system", "content": content}]) + inputs
-    outputs = entries(reply) if isinstance(reply, list) and _types(reply) & {*LANGCHAIN} else answered
-    if isinstance(reply, list) and reply and not outputs and not (inputs and inputs[-1].role == AGENT):
+    if isinstance(reply, list) and reply and not answered and not (inputs and inputs[-1].role == AGENT):
         raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
-    outputs = [*_intermediate(record), *outputs]
+    outputs = [*_intermediate(record), *answered]
     # Some logs repeat the history before the answer.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
         outputs = outputs[len(inputs) :]
