@@ -24,7 +24,7 @@ from draco_ray.records import Message
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.manifest import Manifest
-from draco_ray.runs.rows import read_trajectory, recorded_rollouts
+from draco_ray.runs.rows import part_rows, read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as driver
 from draco_ray.training.resume import (
@@ -109,8 +109,8 @@ def test_rewind_goes_to_the_last_checkpoint_and_keeps_what_later_steps_cost(run:
     assert run.table("judge_calls").num_rows == calls
     assert recorded_rollouts(run, 2, 1) == recorded_rollouts(run, 3, 2) == [(t, r) for t in TASKS for r in (0, 1)]
     # A finished step is under way again, in parts of the same names as at first.
-    assert RunStore(run).part("judge_calls", 2, f"{TASKS[0]}-score-0")[0]["phase"] == "score"
-    assert RunStore(run).part("judge_calls", 2, f"{TASKS[0]}-stage1")[0]["rollout"] is None
+    assert part_rows(run, "judge_calls", 2, f"{TASKS[0]}-score-0")[0]["phase"] == "score"
+    assert part_rows(run, "judge_calls", 2, f"{TASKS[0]}-stage1")[0]["rollout"] is None
     assert read_trajectory(run, 2, TASKS[1], 1).turns == a_trajectory(2, TASKS[1], 1).turns
     assert set(run.table("criteria").column("training_step").to_pylist()) == {1}
 
