@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +40,6 @@ from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.workers.local import LocalActor
 
-if TYPE_CHECKING:
-    pass
-
 MOST_IN_UNION = 16
 """Maximum number of a group's traces in the union prompt; all traces are scored."""
 UNKNOWN_TOKEN = -1
@@ -61,7 +58,6 @@ ALONE = {
     "skip_inert_credit_calls": False,
 }
 """Settings for a single trace: there is no other to compare it with, so every criterion counts."""
-
 
 Ask = Callable[..., Awaitable[Judgement]]
 """Asks the judge, in this process or on a cluster, with the arguments of `draco_ray.judging.pool.JudgePool.ask`."""
