@@ -522,11 +522,11 @@ class JudgeConfig(Tree):
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Time limit of a request."""
     max_attempts: int = Field(8, ge=1)
-    """Maximum requests per call, which is retried after rate limits, timeouts and server errors. Failures during an
-    outage of the judge do not count; see max_outage_seconds."""
+    """Maximum requests per call, which is retried after rate limits, timeouts and server errors. All failures of a call
+    in one outage of the judge count as one; see max_outage_seconds."""
     max_outage_seconds: float = Field(3600.0, ge=0)
-    """Maximum length of an outage of the judge. During an outage judging is paused and nothing is dropped; after this
-    time the run stops and can be resumed. 0: only max_attempts applies."""
+    """Maximum length of an outage of the judge. During an outage judging is paused, and no call is dropped unless the
+    outage uses up its last attempt; after this time the run stops and can be resumed. 0: only max_attempts applies."""
     max_backoff_seconds: float = Field(60.0, gt=0)
     """Maximum pause between two requests of a call."""
     reasks: int = Field(1, ge=0)

@@ -186,7 +186,8 @@ class LiteLLMClient:
                 borrowed.lost = disconnected(call.error)
             if found is NextAction.STOP:
                 raise self._endpoint.refused(call.error)
-            if found is NextAction.AGAIN or not self._patient or (call.check and not is_busy(call.error)):
+            own = not is_busy(call.error) if call.check else found is NextAction.AGAIN
+            if own or not self._patient:
                 call.attempts -= 1
             if found is NextAction.FAIL or not call.attempts:
                 return self._failed(call, call.error)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from draco_ray.records import Evaluation, FloatArray, IntArray, JudgedRollout, Verdict
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.rows import scenario_of
 
 RecordT = TypeVar("RecordT", Evaluation, JudgedRollout)
@@ -112,11 +112,18 @@ def read_judged(run: RunDirectory) -> dict[tuple[int, str], list[JudgedRollout]]
 
 
 def _by_policy(run: RunDirectory, table: str, kind: type[RecordT]) -> dict[tuple[int, str], list[RecordT]]:
-    """The rows of a table as records; a null is the field's default."""
+    """The rows of a table as records; a null is the field's default.
+
+    Raises:
+        DamagedRun: the table cannot be read, or a field has a value that it cannot have.
+    """
     record, found = TypeAdapter(kind), defaultdict(list)
     for row in run.table(table).to_pylist():
         values = {name: value for name, value in row.items() if value is not None} | {"scenario": scenario_of(row)}
-        found[row["training_step"], row["split"]].append(record.validate_python(values))
+        try:
+            found[row["training_step"], row["split"]].append(record.validate_python(values))
+        except ValidationError as error:
+            raise damaged(run.tables / table, f"a row of step {row['training_step']}: {error}") from None
     return dict(sorted(found.items()))
 
 

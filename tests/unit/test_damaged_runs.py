@@ -300,6 +300,22 @@ def test_rows_about_what_is_not_there_are_one_line(
     assert f"{run / 'tables'}: damaged: rows of step 1, task" in line
 
 
+@pytest.mark.parametrize(("column", "value"), [("termination", "strange"), ("failures", [None])])
+def test_an_evaluation_with_a_value_that_it_cannot_have_is_one_line(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], column: str, value: object
+) -> None:
+    run = shutil.copytree(whole, tmp_path / "run")
+    (file,) = (run / "tables" / "evaluations").glob("step00000/*")
+    rows = pq.read_table(file)
+    place = rows.schema.get_field_index(column)
+    pq.write_table(rows.set_column(place, rows.schema.field(column), pa.array([value], rows.schema.types[place])), file)
+    code, lines = attempt(["runs", "show", "RUN"], run, tmp_path / "out", capsys)
+    assert code == 1
+    (line,) = lines
+    assert f"{run / 'tables' / 'evaluations'}: damaged: a row of step 0: 1 validation error" in line
+    assert column in line
+
+
 @pytest.mark.parametrize("value", ["9" * 400, "-" + "9" * 400])
 def test_an_integer_that_no_number_can_be_is_named_with_its_line(tmp_path: Path, value: str) -> None:
     run = RunDirectory(tmp_path)

@@ -527,9 +527,10 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
         assert len(scripted.sent) == requests
 
 
-async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("attempts", [1, 9])
+async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.MonkeyPatch, attempts: int) -> None:
     busy = [trouble(429, "slow down"), trouble(503, "overloaded")] * 4
-    scripted = Scripted(monkeypatch, *busy, said('{"entries": ["OK"]}'), max_attempts=9)
+    scripted = Scripted(monkeypatch, *busy, said('{"entries": ["OK"]}'), max_attempts=attempts)
     await scripted.client.check()
     assert len(scripted.sent) == 9
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from draco_ray.benchmarks.tau import server
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.evaluate import (
     EMBEDDER_KEY,
@@ -29,6 +32,7 @@ from draco_ray.engine import openai_server
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.endpoint import Server
+from draco_ray.lab.evaluation.policies import load_adapter
 
 KEYS = {"user simulator": "sk-user-0123456789", "judge": "sk-judge-0123456789", "embedder": "sk-embed-0123456789"}
 API_BASE = "http://127.0.0.1:8123/v1"
@@ -272,6 +276,43 @@ def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, 
     with pytest.raises(DracoError, match=reason) as refusal:
         find_policy(str(tmp_path / "policy"), settings)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_adapter_is_served_from_a_copy_under_vllms_names_and_not_held_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM silently ignores the learner's tensor names if the text model is inside a wrapper."""
+    base = model_directory(tmp_path / "base", architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
+    settings = DracoConfig.model_validate({"model": {"path": str(base)}})
+    policy = find_policy(str(adapter_directory(tmp_path / "step00001")), settings)
+    held: list[weakref.ref[Any]] = []
+    ended: list[bool] = []
+
+    class Child:
+        def __init__(self, *given: Any, **more: Any) -> None:
+            (self.copy,) = tmp_path.glob("private/*/*/*/")
+
+        def end(self) -> None:
+            ended.append(self.copy.exists())
+
+    def loaded(checkpoint: Any) -> Any:
+        found = load_adapter(checkpoint)
+        held.extend(map(weakref.ref, found.tensors.values()))
+        return found
+
+    monkeypatch.setattr(server, "Child", Child)
+    monkeypatch.setattr(server, "load_adapter", loaded)
+    monkeypatch.setattr(server, "_wait", lambda *given: None)
+    with server.served(settings, policy, tmp_path / "log", tmp_path / "private", []):
+        (copy,) = tmp_path.glob("private/*/*/*/")
+        assert list(load_file(copy / "adapter_model.safetensors")) == [
+            "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"
+        ]
+        assert json.loads((copy / "adapter_config.json").read_text()) == {"r": 16}
+        gc.collect()
+        assert [each() is None for each in held] == [True]
+    # The server ends before its files are removed.
+    assert (ended, copy.exists()) == ([True], False)
 
 
 def test_keys_are_masked_wherever_they_are_quoted(tmp_path: Path) -> None:

@@ -214,6 +214,8 @@ def served(
             stack.callback(files.remove)
             files.open()
             adapter = files.write(weights, architectures(policy.model))
+            # The server runs for hours.
+            del weights
         command = serve_command(config, policy, port, adapter)
         environment = openai_server.server_environment(config.engine, policy.model, key, withhold)
         child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
