@@ -36,8 +36,8 @@ PASSED = (
 MARK = "DRACO_EPISODE"
 """Environment variable by which processes that left their process group are found."""
 _READ_BYTES = 1 << 16
-_LOOK_SECONDS = 0.02
-"""Interval at which a program is looked at."""
+_POLL_SECONDS = 0.02
+"""Interval between two checks whether the program has ended."""
 _GONE_SECONDS = 10.0
 """Maximum wait for killed processes; one that hangs in the kernel may take longer."""
 
@@ -205,7 +205,7 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
     while process.poll() is None and time.monotonic() < over:
         if until is not None and until.done():
             return
-        await asyncio.sleep(_LOOK_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)
 
 
 def end_strays(mark: str) -> None:

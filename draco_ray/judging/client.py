@@ -203,12 +203,12 @@ class LiteLLMClient:
             if self._cache is not None:
                 await self._cache.begin(call.number, call.asked.dollars)
             ended = LOST
-            completion, found = await self._request(call, server)
+            completion, result = await self._request(call, server)
             if self._cache is not None:
                 # Store the reply before using it, so that a kill loses neither the reply nor its cost.
                 reply = None if completion is None or call.key is None else (call.key, _stored(completion))
-                await self._cache.settle(call.number, found.dollars, reply)
-            ended = found
+                await self._cache.settle(call.number, result.dollars, reply)
+            ended = result
         finally:
             action = await self._leases.settle(call.number, ended)
         return completion or action

@@ -221,7 +221,7 @@ class RunStoreActor:
 
     @contextmanager
     def _remembering(self) -> Iterator[None]:
-        """Raise an error as `StoreError`, now and for the next caller that waits: most do not wait for their writes."""
+        """Raise an error as `StoreError`, now and at the next wait: most callers do not wait for their writes."""
         try:
             with write_errors(self._store.directory.path):
                 yield

@@ -103,11 +103,11 @@ class Actors:
         number = len(self.fleet.engines)
         self.clients = [EngineClient(index, name, number) for index in range(number)]
         judged = config.algorithm.reward == "rubric"
-        nobody: tuple[Any, Any] = (None, None)
+        nothing: tuple[Any, Any] = (None, None)
         # The handles are kept: an actor ends with its handle.
-        self._limiter, leases = (start_judge_limiter(judge, run.path, name) if judged else None) or nobody
-        self._servers, servers = (start_judge_servers(judge, run.path, name) if judged else None) or nobody
-        self._replies, replies = (start_replies(judge, name) if judged else None) or nobody
+        self._limiter, leases = (start_judge_limiter(judge, run.path, name) if judged else None) or nothing
+        self._servers, servers = (start_judge_servers(judge, run.path, name) if judged else None) or nothing
+        self._replies, replies = (start_replies(judge, name) if judged else None) or nothing
         self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
         policy = None
         if judge.self_judge.enabled:

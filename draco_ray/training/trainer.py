@@ -341,7 +341,7 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            # Otherwise nothing can have left the epoch since the last step.
+            # Tasks leave an epoch only at a resume, or because they rest.
             if step == part.first_step or patience is not None:
                 there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
                 left = [task for task in left if task in there]

@@ -92,7 +92,7 @@ class Pending:
             self._changed = self._clock()
 
     async def wait(self, kind: str, work: Awaitable[ResultT]) -> ResultT:
-        """Await ``work``, as `of` records it."""
+        """Await ``work``; it is recorded as in `of`."""
         with self.of(kind):
             return await work
 

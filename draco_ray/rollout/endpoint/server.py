@@ -83,8 +83,8 @@ class Endpoint:
     async def serving(self, episode: AskingEpisode) -> AsyncIterator[str]:
         """Serve an episode while the block runs.
 
-        Yields: its base URL. That of a `TokenEpisode` is the same for all, because such clients share one connection
-            per URL and API key: the model name in a request is the name of its episode.
+        Yields: its base URL. All token episodes have the same one, because their clients share a connection per URL
+            and API key; a request names its episode as its model.
         """
         await self._start()
         self._episodes[episode.name] = episode
