@@ -1464,3 +1464,83 @@ def test_names_with_dots_within_a_spans_values_stay(tmp_path: Path) -> None:
     one["attributes"].append({"key": "gen_ai.output.messages", "value": said})
     (trace,) = read(tmp_path, [{"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]}])[0].traces
     assert trace.steps[0].action == 'find_room({"room.day": "Fri", "0": "x"})'
+
+
+def in_short(groups: Groups) -> list[Any]:
+    """Of the only trace: what was asked, then text and observation of each turn."""
+    (trace,) = groups[0].traces
+    return [trace.task, *((turn.text, turn.observation) for turn in trace.turns)]
+
+
+CALLED = 'find_room({"day": "Fri"})'
+IN_SHORT = [ASKED, (f"{SAID}\n\n{CALLED}", RESULT), (DONE, None)]
+
+
+def test_langchains_class_names_with_contents_in_parts_are_no_agents(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"HumanMessage": {"content": [typed("text", text=ASKED)]}}
+    fields["AIMessage"] = {"content": [typed("text", text=SAID)], "tool_calls": [LC_CALL]}
+    fields["ToolMessage"] = {"content": [typed("text", text=RESULT)], "tool_call_id": "c1"}
+    for made in (constructed, typed):
+        messages = [made(name, **each) for name, each in fields.items()]
+        assert in_short(read(tmp_path, [{"messages": [*messages, made("AIMessage", content=DONE)]}])) == IN_SHORT
+
+
+def test_the_id_of_a_langchain_message_is_not_that_of_its_call(tmp_path: Path) -> None:
+    messages = [
+        typed("human", content=ASKED, id="m1"),
+        typed("ai", content=SAID, tool_calls=[LC_CALL], id="m2"),
+        typed("tool", content=RESULT, tool_call_id="", name="find_room", id="m3"),
+        typed("ai", content=DONE, id="m4"),
+    ]
+    assert in_short(read(tmp_path, [{"messages": messages}])) == IN_SHORT
+
+
+def test_autogens_summary_repeats_calls(tmp_path: Path) -> None:
+    call, result = {"id": "c", "name": "find_room", "arguments": TEXT}, {"call_id": "c", "content": RESULT}
+    messages = [
+        typed("TextMessage", source="user", content=ASKED),
+        typed("ToolCallRequestEvent", source="clerk", content=[call]),
+        typed("ToolCallExecutionEvent", source="clerk", content=[result]),
+        typed("ToolCallSummaryMessage", source="clerk", content=DONE, tool_calls=[call], results=[result]),
+    ]
+    assert in_short(read(tmp_path, [{"messages": messages}])) == [ASKED, (CALLED, RESULT), (DONE, None)]
+
+
+@pytest.mark.parametrize("output", [[], False, 0, "", {}])
+def test_an_empty_result_is_a_result(output: object, tmp_path: Path) -> None:
+    called = typed("tool-find_room", toolCallId="c", state="output-available", input=ARGUMENTS, output=output)
+    page = {"role": "assistant", "parts": [called, typed("text", text=DONE)]}
+    empty = output if isinstance(output, str) else json.dumps(output)
+    assert in_short(read(tmp_path, [{"messages": [USER, page]}])) == [ASKED, (CALLED, empty), (DONE, None)]
+
+
+def test_results_whose_fields_have_names_of_calls_and_results_are_complete(tmp_path: Path) -> None:
+    phoned = [{"call_id": "7", "caller": "Ann"}, {"call_id": "8", "caller": "Bob"}]
+    logged = json.dumps([typed("phone_call", id="7", text="Ann", result="voicemail")])
+    for result in (phoned, logged, {"tool_result": {"rows": 3, "content": "x"}}, json.dumps([{"call_id": "7"}])):
+        text = result if isinstance(result, str) else json.dumps(result)
+        (trace,) = read(tmp_path, [{"messages": [USER, CALLING, {**ANSWER, "content": result}, LAST]}])[0].traces
+        assert (trace.turns[0].observation, trace.notes) == (text, ())
+    assert in_short(read(tmp_path, [{"messages": [USER, {**LAST, "content": logged}]}])) == [ASKED, (logged, None)]
+    measured = typed("temperature", value=21, unit="C")
+    item = typed("mcp_call", id="c", name="find_room", arguments=TEXT, output=measured)
+    found = in_short(read(tmp_path, [{"input": ASKED, "output": [item]}]))
+    assert found == [ASKED, (CALLED, json.dumps(measured))]
+
+
+def test_fields_of_gemini_cli_in_other_forms_leave_a_message_readable(tmp_path: Path) -> None:
+    for thoughts in ("Look first.", ["Look first."], {"text": "Look first."}):
+        (trace,) = read(tmp_path, [{"messages": [USER, {**CALLING, "thoughts": thoughts}, ANSWER, LAST]}])[0].traces
+        assert trace.turns[0].text.endswith(f"{SAID}\n\n{CALLED}")
+    written = {**CALLING, "tool_calls": None, "toolCalls": [json.dumps(CALL)]}
+    assert in_short(read(tmp_path, [{"messages": [USER, written, ANSWER, LAST]}])) == IN_SHORT
+    value = [{"role": "user", "from": "human", "value": ASKED}, {"role": "assistant", "from": "gpt", "value": DONE}]
+    assert in_short(read(tmp_path, [{"messages": value}])) == [ASKED, (DONE, None)]
+
+
+def test_events_with_messages_and_choices_are_no_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "events.json"
+    path.write_text(json.dumps([claude(1, "user", ASKED), claude(2, "assistant", DONE)]))
+    assert load_traces(path)[0].traces[0].format == "claude-code"
+    answer = {"choices": [{"index": 0, "message": LAST}]}
+    assert in_short(read(tmp_path, [{"messages": [USER], "body": answer, "response": answer}])) == [ASKED, (DONE, None)]
