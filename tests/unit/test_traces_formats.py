@@ -1544,3 +1544,45 @@ def test_events_with_messages_and_choices_are_no_conversation(tmp_path: Path) ->
     assert load_traces(path)[0].traces[0].format == "claude-code"
     answer = {"choices": [{"index": 0, "message": LAST}]}
     assert in_short(read(tmp_path, [{"messages": [USER], "body": answer, "response": answer}])) == [ASKED, (DONE, None)]
+
+
+def attributed(**attributes: Any) -> dict[str, Any]:
+    """A span of a model call with these attributes; ``__`` stands for a dot."""
+    named = {key.replace("__", "."): value for key, value in attributes.items()}
+    return {"traceId": "t", "spanId": "s", "startTimeUnixNano": "1", "attributes": named}
+
+
+PROMPTED = {"gen_ai__prompt__0__role": "user", "gen_ai__prompt__0__content": ASKED}
+COMPLETED = {"gen_ai__completion__0__role": "assistant", "gen_ai__completion__0__content": DONE}
+
+
+def test_attributes_beside_flattened_messages_are_no_messages(tmp_path: Path) -> None:
+    for more in (
+        {"gen_ai__prompt__prompt_filter_results": "[]", "gen_ai__completion__content_filter_results": "[]"},
+        {"input__value": '{"kwargs": {}}', "output__value": "other"},
+        {"gen_ai__prompt": "other"},
+    ):
+        assert in_short(read(tmp_path, [attributed(**PROMPTED, **COMPLETED, **more)])) == [ASKED, (DONE, None)]
+    named = [{"gen_ai__prompt__0__user": ASKED}, {"gen_ai__input__messages": json.dumps([OTEL_USER])}]
+    beside: dict[str, Any] = {"gen_ai__prompt__name": "booking", "gen_ai__output__messages__count": 1}
+    for prompt in (*named, {**named[1], **beside}):
+        assert in_short(read(tmp_path, [attributed(**prompt, **COMPLETED)])) == [ASKED, (DONE, None)]
+
+
+def test_an_attribute_keeps_its_value_where_others_are_below_its_name(tmp_path: Path) -> None:
+    said = {"gen_ai.input.messages": json.dumps([OTEL_USER]), "gen_ai.output.messages": json.dumps([OTEL_LAST])}
+    counts = {"gen_ai.usage.output_tokens": 6, "gen_ai.usage.output_tokens.reasoning": 2, "gen_ai.input.messages.n": 1}
+    for attributes in ({**said, **counts}, dict(reversed([*said.items(), *counts.items()]))):
+        (trace,) = read(tmp_path, [attributed(**attributes)])[0].traces
+        assert (trace.task, trace.turns[0].text, trace.turns[0].tokens) == (ASKED, DONE, 6)
+
+
+@pytest.mark.parametrize("output", [{"2024": 7, "2023": 5}, {"report.pdf": "found"}, [{"tool.name": "x"}]])
+def test_names_in_the_output_of_an_observation_are_its_own(output: object, tmp_path: Path) -> None:
+    def observed(number: int, type_: str, given: object, output: object) -> dict[str, Any]:
+        about = {"id": str(number), "traceId": "t", "type": type_, "name": "find_room", "startTime": str(number)}
+        return {**about, "parentObservationId": None, "input": given, "output": output}
+
+    observations = [observed(1, "GENERATION", [USER], CALLING), observed(2, "TOOL", ARGUMENTS, output)]
+    found = in_short(read(tmp_path, [{"id": "t", "observations": observations}]))
+    assert found == [ASKED, (f"{SAID}\n\n{CALLED}", json.dumps(output))]
