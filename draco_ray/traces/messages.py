@@ -47,8 +47,10 @@ AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "ge
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response", "observation")
 WRITTEN_CALLS = ("tool-call", "function-call")
 """Roles of messages whose text is the calls: of smolagents, as a Python list, and of ShareGPT, as JSON."""
-TYPES = ("human", "ai", "system", "tool", "function", "developer", "user", "gemini", "info", "warning", "error")
-"""Types of the messages of LangChain (also prefixes of its class names) and Gemini CLI, which are roles."""
+LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
+"""Types of LangChain's messages, also prefixes of its class names, which are roles."""
+GEMINI_CLI = ("user", "gemini", "info", "warning", "error")
+"""Types of Gemini CLI's messages."""
 USERS = ("user", "user_proxy", "human")
 """Sources in AutoGen that are the user; every other counts as the agent, since a team acts as one."""
 USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
@@ -145,7 +147,7 @@ def message_entries(value: object) -> list[Entry]:
         return entries(value["output"], "item")
     if value.get("kind") in ("request", "response") and "parts" in value:
         return [each for part_ in value["parts"] for each in _pydantic(part_)]
-    if "author" in value and not value.get("content"):
+    if "author" in value and not value.get("content") and not value.get("message"):
         # An event of Google's ADK without content.
         return []
     message = unwrapped(value)
@@ -166,7 +168,12 @@ def is_message(value: object) -> bool:
         return False
     if "role" in value or ("author" in value and isinstance(value.get("content"), Mapping | None)):
         return True
+    if isinstance(value.get("message"), Mapping):
+        # A choice; other objects with a message are events or answers.
+        return "finish_reason" in value or "index" in value
     message = unwrapped(value)
+    if message is value.get("content"):
+        return False
     return _speaker(message) is not None or bool(ITEM.fullmatch(str(message.get("type"))))
 
 
@@ -208,11 +215,13 @@ def _speaker(message: Fields) -> Any:
         return AGENT
     if letta.endswith("_message"):
         return _LETTA.get(letta, letta.removesuffix("_message"))
+    short = type_.removesuffix("Chunk").removesuffix("Message").casefold()
+    if short in LANGCHAIN and "content" in message:
+        return short
     if type_.endswith(("Message", "Event")) and ("source" in message or isinstance(message.get("content"), list)):
         return "user" if str(message.get("source")).casefold() in USERS else AGENT
-    short = type_.removesuffix("Chunk").removesuffix("Message").casefold()
-    if short in TYPES and "content" in message:
-        return short if short not in ("info", "warning", "error") else "system"
+    if short in GEMINI_CLI and "content" in message:
+        return short if short in ("user", "gemini") else "system"
     if not isinstance(message.get("parts"), list):
         return None
     # In Gemini's requests the user's role may be left out.
@@ -252,7 +261,7 @@ def _pydantic(each: Fields) -> list[Entry]:
 
 def _message(role: str, message: Fields) -> Iterator[Entry]:
     held = [message[name] for name in _CONTENTS if message.get(name) is not None]
-    if message.get("role") is None and "from" in message and "value" in message:
+    if (message.get("role") is None or not held) and "from" in message and "value" in message:
         held = [plain(message["value"])]
     content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
     if role != "tool" or _holds_results(stored(content)):
@@ -261,15 +270,18 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
         yield Entry(role=AGENT, calls=tuple(_written(plain(content))), item=role == "tool-call")
         return
     if role == "tool" and not _holds_results(content):
-        yield result_of(message, content=plain(content).removeprefix("Observation:\n"))
+        # LangChain's messages, which have no role, have ids of their own.
+        named = message if message.get("role") is not None else _over({"id": None}, message)
+        yield result_of(named, content=plain(content).removeprefix("Observation:\n"))
         return
     if content and message.get("type") == "ThoughtEvent":
         content = [{"type": "thinking", "thinking": content}]
     invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
     pieces = list(_steps(content if message.get("parts") or not invoked else _invoked(invoked, content)))
     inside = [call for piece in pieces for call in piece.calls]
-    # Calls in the content are often repeated in another field.
-    calls = [call for call in _calls(message) if not any(_same_call(call, each) for each in inside)]
+    # Calls in the content are often repeated in another field; AutoGen's summary repeats those of earlier events.
+    listed = () if message.get("type") == "ToolCallSummaryMessage" else _calls(message)
+    calls = [call for call in listed if not any(_same_call(call, each) for each in inside)]
     if role != AGENT:
         results = [piece for piece in pieces if piece.role == "tool"]
         text = "\n".join(piece.text for piece in pieces if piece.role != "tool" and piece.text)
@@ -287,11 +299,12 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     refusal = text_of(message, "refusal")
     after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
     called = [Entry(role="", calls=(call,)) for call in calls]
-    # Gemini CLI has results in their calls.
-    results = [result_of(each) for each in message.get("toolCalls") or () if each.get("result")]
+    # Gemini CLI, whose messages have no role, has results in their calls.
+    own = message.get("toolCalls") if message.get("role") is None else ()
+    answers = [result_of(each) for each in own or () if each.get("result")]
     blocks = message.get("code_blocks") if message.get("type") == "CodeGenerationEvent" else None
     ran = "\n\n".join(text_of(each, "code") for each in blocks or ())
-    for entry in _turns([*thought, *pieces, *after, *called, *results], _tokens(message)):
+    for entry in _turns([*thought, *pieces, *after, *called, *answers], _tokens(message)):
         yield replace(entry, code=ran) if ran else entry
 
 
@@ -347,12 +360,14 @@ def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
 
 
 def _thoughts(message: Fields) -> Iterator[str]:
-    names = ("reasoning_content", "reasoning", "thinking", *(["thought"] if "source" in message else []))
+    names = ("reasoning_content", "reasoning", "thinking", "thoughts", *(["thought"] if "source" in message else []))
     if text := thinking(text_of(message, *names)):
         yield text
         return
-    for each in message.get("thoughts") or ():
-        yield thinking("\n".join(filter(None, [text_of(each, "subject"), text_of(each, "description")])))
+    thoughts = message.get("thoughts")
+    for each in thoughts if isinstance(thoughts, list) else ():
+        told = each if isinstance(each, Mapping) else {"subject": each}
+        yield thinking("\n".join(filter(None, [text_of(told, "subject"), text_of(told, "description")])))
     details = message.get("reasoning_details")
     found = [each.text for each in parts(details)] if isinstance(details, list) else []
     yield from dict.fromkeys(text for text in found if text != HIDDEN or len(found) == 1)
@@ -385,7 +400,7 @@ def _holds_results(content: object) -> bool:
     """Whether a content has parts that are tool results."""
     if not isinstance(content, list) or not all(isinstance(each, Mapping) for each in content):
         return False
-    return any(piece.role == "tool" for each in content for piece in part(each))
+    return any(first.role == "tool" for each in content for first in part(each)[:1])
 
 
 def _calls(message: Fields) -> Iterator[Call]:
@@ -395,7 +410,8 @@ def _calls(message: Fields) -> Iterator[Call]:
     if isinstance(listed, Mapping | str) or not isinstance(listed, Sequence):
         raise BadTrace(f'expected "tool_calls" as a list, found {kind(listed)}')
     single = (message.get(name) for name in ("tool_call", "function_call"))
-    older = [] if listed else [each for each in single if isinstance(each, Mapping)]
+    # Tables may fill the fields of a call that there is not with null.
+    older = [] if listed else [each for each in single if isinstance(each, Mapping) and any(each.values())]
     for each in [*listed, *older, *(message.get("invalid_tool_calls") or ())]:
         # verifiers stores each call as JSON text.
         call = decoded(each)

@@ -49,6 +49,10 @@ OUTPUTS = (
     *("llm.output_messages", "gen_ai.output.messages"),
     *("langfuse.observation.output", "mlflow.spanOutputs", "output.value", "gen_ai.completion"),
 )
+FLATTENED = ("llm.input_messages", "llm.output_messages", "gen_ai.prompt", "gen_ai.completion")
+"""Those whose messages are flattened into attributes."""
+OWN = ""
+"""Key of the value of ``a`` in the tree, if there is also an attribute ``a.b``. What is under it stays as it is."""
 DOTTED = ("message.", "message_content.", "tool_call.", "tool.")
 """Beginnings of the names of a message's fields in OpenInference."""
 TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools")
@@ -70,6 +74,8 @@ KINDS = (
 TOOL_CALL_IDS = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
 TOOL_NAMES = ("gen_ai.tool.name", "tool.name", "ai.toolCall.name", "traceloop.entity.name")
 TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[2:5], "ai.toolCall.result", "traceloop.entity.output")
+VALUES = {*INPUTS, *OUTPUTS, *TOOL_RESULTS} - {*FLATTENED}
+"""Attributes whose values have names of their own, in which a dot or a number means nothing."""
 
 
 def recognises(record: object) -> bool:
@@ -173,7 +179,7 @@ def _span(span: object) -> Span:
     events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
     for event in span.get("events") or span.get("logs") or ():
         more = _attributes(first_of(event, "attributes", "fields")) if isinstance(event, Mapping) else {}
-        events.append((str(field(event, "name") or more.get("event", "")), more))
+        events.append((str(field(event, "name") or _own(more, "event") or ""), more))
     for name, more in events:
         if name == "gen_ai.client.inference.operation.details":
             attributes = _tree(more, attributes)
@@ -213,19 +219,25 @@ def _attributes(attributes: object) -> dict[str, Any]:
     return {key: _listed(value) for key, value in tree.items()}
 
 
-def _tree(*several: Mapping[str, Any]) -> dict[str, Any]:
-    """Objects with dotted names as one nested object; a later value counts, but none replaces an object."""
+def _tree(*several: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Objects with dotted names as one nested object; of equal names the last counts. ``above`` is their prefix."""
     tree: dict[str, Any] = {}
     for attributes in several:
         for key, value in attributes.items():
             node = tree
             *path, leaf = key.split(".")
             for part in path:
-                node[part] = node = node[part] if isinstance(node.get(part), dict) else {}
-            held = node.get(leaf)
-            if isinstance(value, Mapping):
-                node[leaf] = _tree(held, value) if isinstance(held, dict) else _tree(value)
-            elif not isinstance(held, dict):
+                held = node.get(part)
+                node[part] = node = held if isinstance(held, dict) else {} if held is None else {OWN: held}
+            held, name = node.get(leaf), f"{above}{key}"
+            if isinstance(value, Mapping | list) and name in VALUES and OWN not in value:
+                value = {OWN: value}
+            if leaf != OWN and isinstance(value, Mapping):
+                known = held if isinstance(held, dict) else {} if held is None else {OWN: held}
+                node[leaf] = _tree(known, value, above=f"{name}.")
+            elif isinstance(held, dict) and leaf != OWN:
+                held[OWN] = value
+            else:
                 node[leaf] = value
     return tree
 
@@ -240,12 +252,20 @@ def _listed(value: Any) -> Any:
         return value
     if value and all(key.isdecimal() for key in value):
         return [_listed(value[key]) for key in sorted(value, key=int)]
-    return {key: _listed(each) for key, each in value.items()}
+    return {key: each if key == OWN else _listed(each) for key, each in value.items()}
+
+
+def _own(attributes: Mapping[str, Any], name: str) -> Any:
+    """The value of an attribute, also where there are attributes below its name."""
+    value = path_value(attributes, name)
+    if not isinstance(value, Mapping) or OWN in value:
+        return value[OWN] if isinstance(value, Mapping) else value
+    return None if name in VALUES or name in FLATTENED else value
 
 
 def _get(attributes: Mapping[str, Any], *names: str) -> Any:
     """The first of these attributes that has a value, with JSON text decoded."""
-    return next((_json(value) for name in names if (value := path_value(attributes, name)) is not None), None)
+    return next((_json(value) for name in names if (value := _own(attributes, name)) is not None), None)
 
 
 def _keyed(pairs: Iterable[Any]) -> dict[str, Any]:
@@ -269,7 +289,7 @@ SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
 
 def session(span: Span, file: str) -> tuple[str, ...]:
     """Names of a span's session: its trace id, and its conversation or session id."""
-    values = (path_value(span["attributes"], name) for name in SESSIONS)
+    values = (_own(span["attributes"], name) for name in SESSIONS)
     named = [value for value in values if isinstance(value, str) and value]
     return (str(span["trace"]), *named[:1])
 
@@ -385,13 +405,13 @@ def _record(of_trace: list[Span]) -> dict[str, Any]:
 
 
 def _task(of_trace: list[Span]) -> str:
-    values = (path_value(span["attributes"], name) for span in of_trace for name in TASK_ATTRIBUTES)
+    values = (_own(span["attributes"], name) for span in of_trace for name in TASK_ATTRIBUTES)
     return next((identifier(value) for value in values if value is not None and str(value).strip()), "")
 
 
 def _kind(span: Span) -> str:
     """The kind of a span in lower case; empty if not stated."""
-    values = (path_value(span["attributes"], name) for name in KINDS)
+    values = (_own(span["attributes"], name) for name in KINDS)
     return next((str(value).strip('"').casefold() for value in values if value), "")
 
 
@@ -427,7 +447,7 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
 def _tokens(attributes: Mapping[str, Any]) -> int:
     """Number of tokens that the model wrote; 0 if the span does not state it."""
     for name in OUTPUT_TOKENS:
-        value = path_value(attributes, name)
+        value = _own(attributes, name)
         # OTLP writes 64-bit integers as text; tables store them as floats.
         count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
         if count is not None:
@@ -437,8 +457,9 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
 
 def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], role: str) -> list[Entry]:
     """The messages in the first of these attributes that has some; ``role`` is that of a text without a role."""
-    for name in names:
-        value = _get(attributes, name)
+    # Attributes beside flattened messages (gen_ai.prompt.prompt_filter_results) are no messages.
+    flattened = [_numbered(path_value(attributes, name)) for name in names if name in FLATTENED]
+    for value in itertools.chain(flattened, (_get(attributes, name) for name in names)):
         if role == AGENT and (replied := reply_entries(value)):
             return replied
         for path in ("messages", "choices", "input", "output"):
@@ -449,8 +470,18 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], role: str) 
             # LangChain's callbacks have a list of conversations, of which there is one.
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
             unwrapped = (each.get("message", each) if isinstance(each, Mapping) else each for each in value)
-            return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
+            said = [e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped]
+            # OpenLLMetry may have a prompt's text under the name of the role, without a role.
+            flat = any(value is each for each in flattened)
+            return entries([{"role": role, "content": e.get(role), **e} for e in said] if flat else said)
     return []
+
+
+def _numbered(value: object) -> list[Any]:
+    """A flattened list, also where attributes without a number are beside its elements; empty for another value."""
+    if isinstance(value, Mapping):
+        return [value[key] for key in sorted(filter(str.isdecimal, value), key=int)]
+    return value if isinstance(value, list) else []
 
 
 def _earlier(span: Span) -> list[Entry]:

@@ -47,12 +47,16 @@ RESULTS = (
 """Endings of the types of calls and of results."""
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
+OUTPUTS = ("text", "json", "content", "error-text", "error-json")
+"""Types of a tool's output in the AI SDK; an object of another type is what the tool returned."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 TYPES = (
     *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
     *("reasoningContent", "reasoning_content", "cachePoint"),
 )
 """Keys that are the type of a part without ``type``."""
+UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
+"""Fields by which a result is known that has no type."""
 FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
 """Those that are its type if it has no text."""
 
@@ -113,7 +117,7 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return "json", each
     if (key := next((name for name in FILES if isinstance(each.get(name), Mapping)), None)) is not None:
         return ("file" if key.startswith("inline") else key), each[key]
-    if "call_id" in each or {"toolCallId", "result"} <= each.keys():
+    if any(names <= each.keys() for names in UNTYPED):
         return "tool_result", each
     called = {"name", "arguments"} <= each.keys() or {"toolCallId", "toolName"} <= each.keys()
     return ("tool_call" if called else ""), each
@@ -145,8 +149,14 @@ def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
             reason = text_of(object_of(fields, "approval"), "reason") or "Tool execution denied."
             fields = {**fields, "error": reason}
         called = Entry(role="", calls=(call_of(fields, type_.removeprefix("tool-")),))
-        return [called, result_of(fields)] if any(fields.get(name) for name in OUTCOMES) else [called]
-    return own_tool(type_.removesuffix("_call"), fields) if type_.endswith("_call") else []
+        # An empty result is one, too.
+        ended = any(fields.get(name) is not None for name in OUTCOMES)
+        return [called, result_of(fields)] if ended else [called]
+    return own_tool(type_.removesuffix("_call"), fields) if _is_own_tool(type_) else []
+
+
+def _is_own_tool(type_: str) -> bool:
+    return type_.endswith("_call") and not type_.endswith(CALLS)
 
 
 def own_tool(name: str, item: Mapping[str, Any], outcomes: Sequence[str] = OUTCOMES) -> list[Entry]:
@@ -171,8 +181,7 @@ def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None
     """The result of a tool in any form, marked if the tool failed; ``content`` is used if it is given."""
     names = ("content", "response", "result", "output", "tool_return", type_)
     said = first_of(fields, *names) if content is None else content
-    if isinstance(said, Mapping) and {"type", "value"} <= said.keys():
-        # The AI SDK's output of a tool: json, text, error-json, error-text, content.
+    if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUTS:
         type_, said = f"{type_} {said['type']}", said["value"]
     error = fields.get("errorText") or fields.get("error")
     if isinstance(error, Mapping):
@@ -250,7 +259,7 @@ def plain(value: object) -> str:
 
 def _is_part(each: Mapping[str, Any]) -> bool:
     named = isinstance(first_of(each, "type", "block_type"), str)
-    return named or each.keys() <= {"text", "json", "image", "document", "video", *TYPES}
+    return named or each.keys() <= {"text", "json", "image", "document", "video", "functionResponse", "inlineData"}
 
 
 def _shown_part(each: Mapping[str, Any]) -> str:
@@ -267,6 +276,9 @@ def stored(content: object) -> object:
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         return content
     known = [_known(each) if "type" in each or len(each) == 1 else None for each in value]
+    if any(_is_own_tool(str(each.get("type"))) for each in value):
+        # A type such as phone_call is the text's own.
+        return content
     said = [entry for each in known for entry in each or ()]
     telling = any("text" in each for each in value) or any(entry.calls or entry.role for entry in said)
     return value if telling and None not in known else content

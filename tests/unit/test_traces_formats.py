@@ -1464,3 +1464,125 @@ def test_names_with_dots_within_a_spans_values_stay(tmp_path: Path) -> None:
     one["attributes"].append({"key": "gen_ai.output.messages", "value": said})
     (trace,) = read(tmp_path, [{"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]}])[0].traces
     assert trace.steps[0].action == 'find_room({"room.day": "Fri", "0": "x"})'
+
+
+def in_short(groups: Groups) -> list[Any]:
+    """Of the only trace: what was asked, then text and observation of each turn."""
+    (trace,) = groups[0].traces
+    return [trace.task, *((turn.text, turn.observation) for turn in trace.turns)]
+
+
+CALLED = 'find_room({"day": "Fri"})'
+IN_SHORT = [ASKED, (f"{SAID}\n\n{CALLED}", RESULT), (DONE, None)]
+
+
+def test_langchains_class_names_with_contents_in_parts_are_no_agents(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"HumanMessage": {"content": [typed("text", text=ASKED)]}}
+    fields["AIMessage"] = {"content": [typed("text", text=SAID)], "tool_calls": [LC_CALL]}
+    fields["ToolMessage"] = {"content": [typed("text", text=RESULT)], "tool_call_id": "c1"}
+    for made in (constructed, typed):
+        messages = [made(name, **each) for name, each in fields.items()]
+        assert in_short(read(tmp_path, [{"messages": [*messages, made("AIMessage", content=DONE)]}])) == IN_SHORT
+
+
+def test_the_id_of_a_langchain_message_is_not_that_of_its_call(tmp_path: Path) -> None:
+    messages = [
+        typed("human", content=ASKED, id="m1"),
+        typed("ai", content=SAID, tool_calls=[LC_CALL], id="m2"),
+        typed("tool", content=RESULT, tool_call_id="", name="find_room", id="m3"),
+        typed("ai", content=DONE, id="m4"),
+    ]
+    assert in_short(read(tmp_path, [{"messages": messages}])) == IN_SHORT
+
+
+def test_autogens_summary_repeats_calls(tmp_path: Path) -> None:
+    call, result = {"id": "c", "name": "find_room", "arguments": TEXT}, {"call_id": "c", "content": RESULT}
+    messages = [
+        typed("TextMessage", source="user", content=ASKED),
+        typed("ToolCallRequestEvent", source="clerk", content=[call]),
+        typed("ToolCallExecutionEvent", source="clerk", content=[result]),
+        typed("ToolCallSummaryMessage", source="clerk", content=DONE, tool_calls=[call], results=[result]),
+    ]
+    assert in_short(read(tmp_path, [{"messages": messages}])) == [ASKED, (CALLED, RESULT), (DONE, None)]
+
+
+@pytest.mark.parametrize("output", [[], False, 0, "", {}])
+def test_an_empty_result_is_a_result(output: object, tmp_path: Path) -> None:
+    called = typed("tool-find_room", toolCallId="c", state="output-available", input=ARGUMENTS, output=output)
+    page = {"role": "assistant", "parts": [called, typed("text", text=DONE)]}
+    empty = output if isinstance(output, str) else json.dumps(output)
+    assert in_short(read(tmp_path, [{"messages": [USER, page]}])) == [ASKED, (CALLED, empty), (DONE, None)]
+
+
+def test_results_whose_fields_have_names_of_calls_and_results_are_complete(tmp_path: Path) -> None:
+    phoned = [{"call_id": "7", "caller": "Ann"}, {"call_id": "8", "caller": "Bob"}]
+    logged = json.dumps([typed("phone_call", id="7", text="Ann", result="voicemail")])
+    for result in (phoned, logged, {"tool_result": {"rows": 3, "content": "x"}}, json.dumps([{"call_id": "7"}])):
+        text = result if isinstance(result, str) else json.dumps(result)
+        (trace,) = read(tmp_path, [{"messages": [USER, CALLING, {**ANSWER, "content": result}, LAST]}])[0].traces
+        assert (trace.turns[0].observation, trace.notes) == (text, ())
+    assert in_short(read(tmp_path, [{"messages": [USER, {**LAST, "content": logged}]}])) == [ASKED, (logged, None)]
+    measured = typed("temperature", value=21, unit="C")
+    item = typed("mcp_call", id="c", name="find_room", arguments=TEXT, output=measured)
+    found = in_short(read(tmp_path, [{"input": ASKED, "output": [item]}]))
+    assert found == [ASKED, (CALLED, json.dumps(measured))]
+
+
+def test_fields_of_gemini_cli_in_other_forms_leave_a_message_readable(tmp_path: Path) -> None:
+    for thoughts in ("Look first.", ["Look first."], {"text": "Look first."}):
+        (trace,) = read(tmp_path, [{"messages": [USER, {**CALLING, "thoughts": thoughts}, ANSWER, LAST]}])[0].traces
+        assert trace.turns[0].text.endswith(f"{SAID}\n\n{CALLED}")
+    written = {**CALLING, "tool_calls": None, "toolCalls": [json.dumps(CALL)]}
+    assert in_short(read(tmp_path, [{"messages": [USER, written, ANSWER, LAST]}])) == IN_SHORT
+    value = [{"role": "user", "from": "human", "value": ASKED}, {"role": "assistant", "from": "gpt", "value": DONE}]
+    assert in_short(read(tmp_path, [{"messages": value}])) == [ASKED, (DONE, None)]
+
+
+def test_events_with_messages_and_choices_are_no_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "events.json"
+    path.write_text(json.dumps([claude(1, "user", ASKED), claude(2, "assistant", DONE)]))
+    assert load_traces(path)[0].traces[0].format == "claude-code"
+    answer = {"choices": [{"index": 0, "message": LAST}]}
+    assert in_short(read(tmp_path, [{"messages": [USER], "body": answer, "response": answer}])) == [ASKED, (DONE, None)]
+
+
+def attributed(**attributes: Any) -> dict[str, Any]:
+    """A span of a model call with these attributes; ``__`` stands for a dot."""
+    named = {key.replace("__", "."): value for key, value in attributes.items()}
+    return {"traceId": "t", "spanId": "s", "startTimeUnixNano": "1", "attributes": named}
+
+
+PROMPTED = {"gen_ai__prompt__0__role": "user", "gen_ai__prompt__0__content": ASKED}
+COMPLETED = {"gen_ai__completion__0__role": "assistant", "gen_ai__completion__0__content": DONE}
+
+
+def test_attributes_beside_flattened_messages_are_no_messages(tmp_path: Path) -> None:
+    for more in (
+        {"gen_ai__prompt__prompt_filter_results": "[]", "gen_ai__completion__content_filter_results": "[]"},
+        {"input__value": '{"kwargs": {}}', "output__value": "other"},
+        {"gen_ai__prompt": "other"},
+    ):
+        assert in_short(read(tmp_path, [attributed(**PROMPTED, **COMPLETED, **more)])) == [ASKED, (DONE, None)]
+    named = [{"gen_ai__prompt__0__user": ASKED}, {"gen_ai__input__messages": json.dumps([OTEL_USER])}]
+    beside: dict[str, Any] = {"gen_ai__prompt__name": "booking", "gen_ai__output__messages__count": 1}
+    for prompt in (*named, {**named[1], **beside}):
+        assert in_short(read(tmp_path, [attributed(**prompt, **COMPLETED)])) == [ASKED, (DONE, None)]
+
+
+def test_an_attribute_keeps_its_value_where_others_are_below_its_name(tmp_path: Path) -> None:
+    said = {"gen_ai.input.messages": json.dumps([OTEL_USER]), "gen_ai.output.messages": json.dumps([OTEL_LAST])}
+    counts = {"gen_ai.usage.output_tokens": 6, "gen_ai.usage.output_tokens.reasoning": 2, "gen_ai.input.messages.n": 1}
+    for attributes in ({**said, **counts}, dict(reversed([*said.items(), *counts.items()]))):
+        (trace,) = read(tmp_path, [attributed(**attributes)])[0].traces
+        assert (trace.task, trace.turns[0].text, trace.turns[0].tokens) == (ASKED, DONE, 6)
+
+
+@pytest.mark.parametrize("output", [{"2024": 7, "2023": 5}, {"report.pdf": "found"}, [{"tool.name": "x"}]])
+def test_names_in_the_output_of_an_observation_are_its_own(output: object, tmp_path: Path) -> None:
+    def observed(number: int, type_: str, given: object, output: object) -> dict[str, Any]:
+        about = {"id": str(number), "traceId": "t", "type": type_, "name": "find_room", "startTime": str(number)}
+        return {**about, "parentObservationId": None, "input": given, "output": output}
+
+    observations = [observed(1, "GENERATION", [USER], CALLING), observed(2, "TOOL", ARGUMENTS, output)]
+    found = in_short(read(tmp_path, [{"id": "t", "observations": observations}]))
+    assert found == [ASKED, (f"{SAID}\n\n{CALLED}", json.dumps(output))]

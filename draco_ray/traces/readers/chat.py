@@ -150,7 +150,8 @@ def _is_dialogue(value: Any) -> bool:
     return is_messages(value) and any(
         str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
         for each in value
-        if isinstance(each, Mapping)
+        # Choices are an answer.
+        if isinstance(each, Mapping) and not isinstance(each.get("message"), Mapping)
     )
 
 
