@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -39,9 +39,6 @@ from draco_ray.traces.conversation import tool_texts
 from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.workers.local import LocalActor
-
-if TYPE_CHECKING:
-    pass
 
 MOST_IN_UNION = 16
 """Maximum number of a group's traces in the union prompt; all traces are scored."""
