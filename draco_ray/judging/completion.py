@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from draco_ray.records import Message, Paid
 
@@ -72,6 +72,7 @@ class Completion:
         return self.finish_reason not in _ENDED
 
 
+@runtime_checkable
 class Completer(Protocol):
     """Interface of clients that answer requests, such as `draco_ray.judging.client.LiteLLMClient`."""
 

@@ -251,6 +251,22 @@ class _Counted:
         await self.complete.check()
 
 
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """A `Completer` of a plain function."""
+
+    complete: Callable[[Request], Awaitable[Completion]]
+
+    async def __call__(self, request: Request) -> Completion:
+        return await self.complete(request)
+
+    async def forget(self, request: Request) -> None:
+        """Nothing: no reply is stored."""
+
+    async def check(self) -> None:
+        """Nothing: the first request shows whether it answers."""
+
+
 def open_judge(settled: Plan) -> Meter:
     """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
 
@@ -396,7 +412,9 @@ async def judge(
     def opened() -> Meter:
         if complete is None:
             return open_judge(settled)
-        return complete if isinstance(complete, Meter) else Meter(complete)  # type: ignore[arg-type]
+        if isinstance(complete, Meter):
+            return complete
+        return Meter(complete if isinstance(complete, Completer) else _Function(complete))
 
     if folder is not None:
         with JudgingRun.open(folder, settled.config, groups) as run:

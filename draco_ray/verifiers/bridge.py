@@ -26,6 +26,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
@@ -472,7 +473,8 @@ async def serve(found: Found, folder: Path, ready: Callable[[], None]) -> None:
     _run_scripts_here(folder)
     player = Player(found)
     async with found.env.serving():
-        await asyncio.start_unix_server(player.connected, folder / "episodes")
+        # Slots may order at once while code of a task keeps this process busy.
+        await asyncio.start_unix_server(player.connected, folder / "episodes", backlog=socket.SOMAXCONN)
         ready()
         try:
             await asyncio.Event().wait()

@@ -95,6 +95,21 @@ def test_a_group_is_judged_as_the_method_says() -> None:
     assert group.dollars == pytest.approx(0.08)
 
 
+def test_a_plain_function_can_answer_instead_of_the_model(tmp_path: Path) -> None:
+    canned = Canned(credit=lambda prompt: "no")
+
+    async def answers(request: Request) -> Completion:
+        return await canned(request)
+
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    (kept,) = judge_sync(groups, MODEL, complete=answers, out=tmp_path / "out")
+    (found,) = judge_sync(groups, MODEL, complete=answers)
+    for group in (kept, found):
+        assert [trace.reward for trace in group.rollouts] == [1.0, -1.0]
+        # After an unusable reply, too.
+        assert [trace.fallback for trace in group.rollouts] == ["credit_call_failed"] * 2
+
+
 def test_every_prompt_tells_of_the_world_of_these_traces_and_of_no_other() -> None:
     canned = Canned()
     judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=canned)

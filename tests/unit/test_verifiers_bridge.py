@@ -1,14 +1,21 @@
-"""When the bridge to verifiers that slots share is replaced, with stand-ins for its processes."""
+"""When the bridge to verifiers that slots share is replaced, and its socket, with stand-ins for what plays."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import importlib
+import socket
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.temp_dirs import PrivateTempDir
+from draco_ray.verifiers import options
 from draco_ray.verifiers.options import VerifiersOptions
 from draco_ray.verifiers.process import BridgeProcess, SharedBridge
 
@@ -81,3 +88,22 @@ async def test_a_bridge_that_has_ended_is_replaced(started: list[Process]) -> No
     assert [(await each)["by"] for each in (lost, episode)] == started
     # Its folder is removed, and what it has left behind ended.
     assert [each.kills for each in started] == [1, 0]
+
+
+async def test_many_slots_may_order_while_the_bridge_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(options.__file__).parent)
+    bridge = importlib.import_module("bridge")
+    monkeypatch.setattr(bridge, "_run_scripts_here", lambda folder: None)
+    monkeypatch.setattr(bridge, "Player", lambda found: SimpleNamespace(connected=None, running=set()))
+    found: Any = SimpleNamespace(env=SimpleNamespace(serving=contextlib.nullcontext))
+    ready = asyncio.Event()
+    with PrivateTempDir() as folder, contextlib.ExitStack() as orders:
+        serving = asyncio.create_task(bridge.serve(found, folder, ready.set))
+        await ready.wait()
+        # The bridge's event loop does not run meanwhile.
+        for _ in range(200):
+            order = orders.enter_context(socket.socket(socket.AF_UNIX))
+            order.setblocking(False)
+            order.connect(str(folder / "episodes"))
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
