@@ -69,7 +69,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """``step<n>/<task>``, or the task in step 0, which is none of a training run."""
+        """``step<n>/<task>``; in step 0, which training does not use, only the task."""
         return f"step{self.step}/{self.task_id}" if self.step else self.task_id
 
 
@@ -92,7 +92,7 @@ class Pipeline:
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
     least: int = 2
-    """Fewest rollouts of a group that are compared; one alone has no advantage."""
+    """Fewest rollouts with which a group counts."""
     watch: Callable[[Group], None] = lambda group: None
     """Called at every change of a group."""
     wait: Wait = lambda kind, which: nullcontext()

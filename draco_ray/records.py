@@ -119,8 +119,8 @@ class Turn:
     """The observation as shown to the policy, already truncated; None if there was no action."""
     first_token: int = 0
     last_token: int = 0
-    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``; of a
-    trace only its length is known, or nothing."""
+    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``; of
+    a trace's turn only the length of the span is known, or nothing."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"

@@ -31,6 +31,7 @@ from draco_ray.judging.limiter import Leases
 from draco_ray.judging.pricing import check_budget, known_price
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.judging.tokens import quiet_litellm
+from draco_ray.runs.directory import write_errors
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -190,8 +191,10 @@ class BatchEndpoint(Endpoint):
         return {str(batch): [str(number) for number in members] for batch, members in known.items()}
 
     def _write(self) -> None:
-        if self._file is not None:
-            temporary = Path(f"{self._file}.tmp")
+        if self._file is None:
+            return
+        temporary = Path(f"{self._file}.tmp")
+        with write_errors(self._file.parent):
             temporary.write_text(json.dumps(self._batches), encoding="utf-8")
             os.replace(temporary, self._file)
 

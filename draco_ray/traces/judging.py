@@ -67,7 +67,10 @@ JudgeOf = Callable[[Sequence[Trace]], Ask]
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """The result of a group: the records that a run directory stores. Its methods keep them for a `Pipeline`."""
+    """The result of a group: the records that a run directory stores.
+
+    `trajectory`, `judged` and `group` are those of `draco_ray.runs.store_actor.RunStoreActor`, for a `Pipeline`.
+    """
 
     index: int
     """Index of the group."""
@@ -132,7 +135,7 @@ class GroupJudgement:
         return next((member for member in members if member.rollout == rollout), None)
 
 
-class _Judges:
+class _TraceJudge:
     """The judge of one group, with what differs from training: a rubric of large groups and of single traces."""
 
     def __init__(self, ask: Ask, *, most: int, single: bool) -> None:
@@ -199,7 +202,7 @@ async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: A
     used = {"reward": "rubric", "rubric": "dynamic" if state.static is None else "static", "rubric_visits": None}
     algorithm = algorithm.model_copy(update={**used, "group_size": len(state.trajectories)})
     rollouts: Any = PlayedRollouts({each.rollout: each for each in state.trajectories})
-    judges: Any = _Judges(ask, most=most, single=state.single)
+    judges: Any = _TraceJudge(ask, most=most, single=state.single)
     keep = LocalActor(state)
     pipeline = Pipeline(
         algorithm,
