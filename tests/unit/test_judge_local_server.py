@@ -180,17 +180,20 @@ def test_one_that_makes_no_token_is_asked_for_one_and_replaced_if_it_makes_none(
 def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
     watched: Watched, answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.05)
-    watched.server._config = watched.server._config.model_copy(
-        update={"local": watched.server._config.local.model_copy(update={"stall_seconds": 0.1})}
-    )
+    def hangs(yes: bool) -> None:
+        """It answers at its leisure, or never; then a short limit spares time."""
+        (answers.go_on.clear if yes else answers.go_on.set)()
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.05 if yes else 30)
+
+    local = watched.server._config.local.model_copy(update={"stall_seconds": 0.1})
+    watched.server._config = watched.server._config.model_copy(update={"local": local})
     answers.loaded = True
     watched.look()
-    answers.go_on.clear()
+    hangs(True)
     assert str(watched.look()).startswith("loads")
-    answers.go_on.set()
+    hangs(False)
     assert isinstance(watched.look(), Server)
-    answers.go_on.clear()
+    hangs(True)
     assert isinstance(watched.look(later=0.05), Server)
     assert str(watched.look(later=0.05)).startswith(
         "loads Qwen/Qwen3.6-27B, because the previous server produced no token for 0.1 s"
