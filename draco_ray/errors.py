@@ -99,6 +99,8 @@ class StoreError(DracoError):
 class TraceError(DracoError, ValueError):
     """No trace can be read where traces were expected."""
 
+    exit_code = 2
+
 
 class DamagedRun(DracoError):
     """A file of a run or an evaluation cannot be read, or its content is not what was written."""

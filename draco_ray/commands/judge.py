@@ -241,6 +241,8 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
     except (JudgeUnavailable, StoreError) as error:
         with contextlib.suppress(OSError, StoreError):
             kept.finish(time.monotonic() - began)
+        if meter.done == meter.failed and not any(kept.results()):
+            raise
         more = "the command with a larger --budget" if isinstance(error, BudgetSpent) else "the same command again"
         raise type(error)(f"{error}; answers so far are kept in {kept.path}; run {more} to continue") from None
     return kept.finish(time.monotonic() - began)

@@ -317,8 +317,13 @@ FILES = "files:"
 
 
 def _with_absolute_path(model: str) -> str:
+    if not model.startswith(FILES):
+        return model
+    folder = model.removeprefix(FILES)
+    if not folder or Path(folder).is_file():
+        raise ValueError(f"{model}: expected a directory, as in files:answers")
     # Judge workers run in other directories.
-    return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
+    return f"{FILES}{Path(folder).absolute()}"
 
 
 Model = Annotated[str, AfterValidator(_with_absolute_path)]

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from typing import Any, Literal, Protocol
 
 from draco_ray.config.schema import JudgeConfig, provider_key
-from draco_ray.errors import JudgeUnavailable
+from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
 from draco_ray.judging.file_judge import RECORDED
 from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
@@ -199,6 +199,7 @@ class Endpoint:
 
         Raises:
             JudgeUnavailable: the variable is not set, and the endpoint is the provider's own.
+            ConfigError: nor does LiteLLM know the provider.
         """
         name = self._config.key_variable
         if key := os.environ.get(name):
@@ -206,6 +207,15 @@ class Endpoint:
         if self._config.api_base is not None:
             # A private server needs no key, but LiteLLM requires one and would take it from another variable.
             return "none"
+        import openai
+
+        try:
+            quiet_litellm().get_llm_provider(self._config.model)
+        except openai.BadRequestError:
+            raise ConfigError(
+                f"{self._role} {self._config.model}: LiteLLM knows no provider of this model; expected "
+                "PROVIDER/MODEL, such as openai/gpt-5.4"
+            ) from None
         raise JudgeUnavailable(
             f"{self._role} {self._config.model}: no API key found; set environment variable {name}, or set the "
             f"endpoint ({self._settings})"

@@ -26,6 +26,8 @@ POLL_SECONDS = 0.5
 """Time between two checks for a reply; a reply that has grown since the last check is still being written."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
+NAMED = 20
+"""Most further prompts that such a message names."""
 RECORDED = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -75,6 +77,7 @@ class FileJudge:
             with contextlib.suppress(FileNotFoundError):
                 if not self._recorded:
                     reply.rename(f"{reply}.refused")
+                    log.warning("a reply could not be used and is now %s.refused", reply)
 
     async def check(self) -> None:
         """Do nothing: a reply may take any time."""
@@ -142,8 +145,11 @@ class FileJudge:
             return
         self._reminded = time.monotonic()
         self._announced |= self._waiting
-        first = self._directory / min(self._waiting)
+        name, *others = sorted(self._waiting)
+        first = self._directory / name
         log.warning("%s: read %s%s, then write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
+        if others:
+            log.warning("then likewise: %s%s", ", ".join(others[:NAMED]), ", ..." if others[NAMED:] else "")
         for name in sorted(self._waiting):
             for stray in self._directory.glob(f"{name}*"):
                 if stray.name.removeprefix(name) not in (PROMPT, SCHEMA, REPLY, f"{REPLY}.refused"):

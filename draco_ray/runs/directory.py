@@ -212,13 +212,14 @@ class RunDirectory:
         """Default folder of the stored judge replies."""
 
     @classmethod
-    def open(cls, path: Path) -> RunDirectory:
+    def open(cls, path: str | Path) -> RunDirectory:
         """An existing run.
 
         Raises:
             ConfigError: if ``path`` is not a run directory.
             DamagedRun: its schema has another version, or its ``run.json`` cannot be read.
         """
+        path = Path(path)
         try:
             if path.is_dir() and not os.access(path, os.X_OK):
                 raise ConfigError(f"{path}: permission denied; a run directory is private to the user who made it")

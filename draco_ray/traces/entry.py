@@ -29,6 +29,10 @@ class BadTrace(ValueError):
     """A record that does not fit its format; the message says what was expected."""
 
 
+class NoTask(BadTrace):
+    """A record without the field that ``group_by`` names, whatever its format."""
+
+
 UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 """Exceptions that a reader may raise for a record that does not fit its format."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.conversation import CODE, assemble, tool_texts
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, NoTask, kind
 from draco_ray.traces.model import Trace, identifier
 
 Record = Mapping[str, Any]
@@ -117,13 +117,13 @@ def task_of(record: object, reading: Reading, own: str = "") -> str:
     """The task id of a record; empty if the prompt identifies the task.
 
     Raises:
-        BadTrace: there is no text or number at ``reading.group_by``.
+        NoTask: there is no text or number at ``reading.group_by``.
     """
     if reading.group_by is None:
         return own or named(record, TASK_IDS)
     value = path_value(record, reading.group_by)
     if not isinstance(value, str | int | float) or not str(value).strip():
-        raise BadTrace(f"--group-by {reading.group_by}: expected text or a number there, found {kind(value)}")
+        raise NoTask(f"--group-by {reading.group_by}: expected text or a number there, found {kind(value)}")
     return identifier(value)
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypedDict, Unpack
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import (
     LOCAL_PROVIDER,
+    RULES,
     DracoConfig,
     JudgeConfig,
     JudgeLimits,
@@ -377,7 +378,8 @@ async def judge(
         groups: groups from `draco_ray.load_traces`.
         model: LiteLLM's name of the judge, such as ``openai/gpt-5.4``; None: the configuration's.
         budget: maximum cost in dollars; judging stops before it is exceeded.
-        rubric: a YAML file of criteria, or ``static`` for the built-in one, instead of one that the judge writes.
+        rubric: a YAML file of criteria, or ``static`` for the built-in one, which suits AppWorld's code agents, instead
+            of one that the judge writes.
         out: run directory for all results. Repeating the same call resumes there and pays for nothing twice.
         api_base: endpoint of the judge; None: the configuration's, else the provider's.
         api_key_env: environment variable with the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
@@ -394,6 +396,8 @@ async def judge(
         JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent. Finished groups are in ``out``
             then.
     """
+    if not isinstance(groups, Sequence) or not all(isinstance(each, TraceGroup) for each in groups):
+        raise ConfigError(f"groups: found {type(groups).__name__}; expected a list of groups, as load_traces returns")
     if batch and complete is not None:
         raise ConfigError("batch: no effect with complete, which answers instead of the provider")
     folder = None if out is None else Path(out)
@@ -408,6 +412,12 @@ async def judge(
         out=folder,
         batch=batch,
     )
+
+    if settled.config.judge.model == RULES and complete is None:
+        raise ConfigError(
+            "judge rules: only the command draco judge has this offline judge; expected a LiteLLM model such as "
+            "openai/gpt-5.4, files:DIR, or complete"
+        )
 
     def opened() -> Meter:
         if complete is None:

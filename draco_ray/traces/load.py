@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory, Turn
 from draco_ray.traces.conversation import CODE
-from draco_ray.traces.entry import UNREADABLE, BadTrace, kind
+from draco_ray.traces.entry import UNREADABLE, BadTrace, NoTask, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
 from draco_ray.traces.formats import Format, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
@@ -210,7 +210,7 @@ class _Loader:
     def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
         """Record an error that a reader raised as a problem."""
         said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
-        self.problem(where, f"{said}; expected {format_.shape}")
+        self.problem(where, said if isinstance(problem, NoTask) else f"{said}; expected {format_.shape}")
 
     def add(self, trace: Trace) -> None:
         """Add a trace to its group."""

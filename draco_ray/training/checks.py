@@ -19,6 +19,7 @@ from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
 from draco_ray.rollout.agent import agent_template, find_agent
+from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, check_resources
 from draco_ray.training.preflight import (
     cached_config,
@@ -75,6 +76,13 @@ def check_agent(start: Start) -> None:
     find_agent(agent.use)
     if agent.prompt is not None:
         agent_template(agent.prompt, "")
+
+
+def check_program(start: Start) -> None:
+    """Check what the agent runs, if it checks that itself."""
+    agent = start.config.agent
+    if (check := getattr(find_agent(agent.use), "check", None)) is not None:
+        check(agent, EnginePolicies(samplers=(), tokenizer=None))
 
 
 def check_model(start: Start) -> None:
@@ -163,6 +171,7 @@ CHECKS: tuple[Check, ...] = (
     check_parts,
     check_environment,
     check_agent,
+    check_program,
     check_model,
     check_context,
     check_prompts,

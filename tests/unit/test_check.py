@@ -88,6 +88,11 @@ def test_a_missing_model_hides_nothing_else(shop: list[str], capsys: pytest.Capt
     assert [word for line, word in zip(lines, ("algorithm.rule", "none", "/nowhere"), strict=True) if word in line]
 
 
+def test_a_missing_model_does_not_hide_a_missing_program(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    program = ["agent.use=command", "agent.command=python my_agent.py", "model.path=/nowhere/at/all"]
+    assert any("file 'my_agent.py' does not exist" in line for line in found([*shop, *program], capsys))
+
+
 def test_a_missing_file_of_tools_hides_neither_prompt_nor_template(
     shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

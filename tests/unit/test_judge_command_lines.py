@@ -25,6 +25,8 @@ from draco_ray.traces.load import load_traces
 from tests.unit.test_traces_judging import MODEL, Canned
 from tests.unit.test_traces_load import FILES
 
+TRACES = str(FILES / "openai_chat.jsonl")
+
 
 def run(*words: str) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -94,7 +96,6 @@ def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: 
 
 
 PRIVATE = {"model": "openai/private", "api_base": "http://127.0.0.1:9/v1", "api_key_env": "ITS_KEY"}
-TRACES = str(FILES / "openai_chat.jsonl")
 
 
 def test_who_is_asked_is_what_the_configuration_says_as_far_as_no_argument_says_otherwise() -> None:
@@ -170,6 +171,8 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--judge rules --api-base http://x", "--api-base: no effect with --judge rules"),
         ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, because no request is sent"),
         ("--judge files:/tmp/d --set judge.temperature=0", "judge.temperature has no effect with judge.model=files:"),
+        ("--judge files:", "files:: expected a directory, as in files:answers"),
+        (f"--judge files:{TRACES}", f"files:{TRACES}: expected a directory"),
         ("--judge rules --batch", "--batch: no effect with --judge rules"),
         ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give only one of them"),
         (
@@ -195,6 +198,26 @@ def test_what_would_have_no_effect_is_refused_in_one_line(
         main(["judge", TRACES, "--dry-run", *typed])
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["absent"], "absent: no such file or folder"),
+        (["empty.jsonl"], "no trace found in empty.jsonl"),
+        ([str(TRACES), "--group-by", "metadata.tsk"], "--group-by metadata.tsk: expected text or a number there"),
+    ],
+    ids=["path", "empty", "field"],
+)
+def test_traces_that_cannot_be_read_are_wrong_input(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(SystemExit, match="2"):
+        main(["judge", *words, "--judge", "rules", "--out", "out"])
+    assert said in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_configured_rule_judge_answers_by_its_own_rules(tmp_path: Path) -> None:
@@ -231,3 +254,33 @@ def test_the_offline_judge_spends_no_budget_and_is_called_a_stand_in(
     assert "the offline judge is a stand-in" in said
     results = (out / "judged.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["reward"] is None for line in results] == [False] * len(results) != []
+
+
+@pytest.mark.parametrize("model", ["opnai/gpt-5.4", "file:box"])
+def test_an_unknown_provider_is_named_and_no_answer_is_promised(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["judge", TRACES, "--judge", model, "--out", str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"judge {model}: LiteLLM knows no provider of this model" in line
+
+
+def test_before_the_first_answer_none_is_said_to_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(SystemExit, match="1"):
+        main(["judge", TRACES, "--judge", "openai/gpt-5.4", "--out", str(tmp_path / "out")])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no API key found" in line
+    assert "answers so far" not in line
+
+
+def test_what_the_library_cannot_judge_is_refused_in_one_line() -> None:
+    groups = load_traces(TRACES)
+    with pytest.raises(ConfigError, match="judge rules: only the command draco judge has this offline judge"):
+        judge_sync(groups, "rules")
+    for found in (TRACES, groups[0]):
+        with pytest.raises(ConfigError, match=r"groups: found \w+; expected a list of groups, as load_traces returns"):
+            judge_sync(found, "openai/gpt-5.4")  # type: ignore[arg-type]

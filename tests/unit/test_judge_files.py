@@ -107,6 +107,23 @@ async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
     assert caplog.messages[1].startswith(f"{prompt}{REPLY} is ignored; the reply is read from")
 
 
+async def test_all_waiting_prompts_and_refused_replies_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    waiting = [asyncio.create_task(judge(request(f"Grade {number}."))) for number in range(3)]
+    prompts = await written(tmp_path, 3)
+    await asyncio.to_thread(_until, lambda: len(caplog.messages) > 1)
+    for prompt in prompts:
+        prompt.with_name(prompt.name.replace(PROMPT, REPLY)).write_text("{}")
+    await asyncio.gather(*waiting)
+    last = caplog.messages[-1]
+    assert last == f"then likewise: {', '.join(prompt.name.removesuffix(PROMPT) for prompt in prompts[1:])}"
+    await judge.forget(request("Grade 0."))
+    assert caplog.messages[-1].startswith("a reply could not be used and is now ")
+    assert caplog.messages[-1].endswith(f"{REPLY}.refused")
+
+
 def _until(seen: Callable[[], bool]) -> None:
     while not seen():
         time.sleep(0.05)

@@ -246,7 +246,7 @@ def test_a_run_that_is_killed_while_its_configuration_changes_is_no_edited_run(t
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a run directory"):
-        RunDirectory.open(tmp_path)
+        RunDirectory.open(str(tmp_path))
 
 
 def _step_of(store: RunStore, rollouts: int) -> None:

@@ -286,7 +286,7 @@ def test_groups_by_what_names_the_task_else_by_prompt_or_none(tmp_path: Path) ->
     by_row = load_traces(file, group_by="row.n")
     assert [(group.task_id, len(group)) for group in by_row] == [("7", 2), ("8", 1)]
     assert [len(group) for group in load_traces(file, group_by="none")] == [1, 1, 1]
-    with pytest.raises(TraceError, match="--group-by row.x: expected text or a number there, found nothing"):
+    with pytest.raises(TraceError, match=r"--group-by row.x: expected text or a number there, found nothing \(and 2"):
         load_traces(file, group_by="row.x")
 
 

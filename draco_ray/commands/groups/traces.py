@@ -54,7 +54,8 @@ def judge(
         format: Format of the files (docs/judge-traces.md), or auto.
         group_by: Dotted path of the task id in a trace; none: judge each trace alone.
         mapping: YAML mapping of the fields of another format.
-        rubric: YAML file with your rubric, or static (default: the judge writes one).
+        rubric: YAML file with your rubric, or static, which suits AppWorld's code agents (default: the judge writes
+            one).
         budget: Maximum cost, in dollars.
         fail_under: Exit with 3 if the pass share under --rubric is lower than this.
         baseline: judged.jsonl of an earlier judgement with the same --rubric; exit with 3 if its pass share was higher.
