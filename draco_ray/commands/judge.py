@@ -23,6 +23,7 @@ from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules, names_judge
+from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
@@ -391,9 +392,9 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
     )
 
 
-def _below(lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, wanted: JudgeArguments) -> bool:
+def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: JudgeArguments) -> bool:
     """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
-    share = grade.pass_share(lines)
+    share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
             console.print("no trace could be judged, so there is no pass share to compare")
