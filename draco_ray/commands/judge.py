@@ -397,7 +397,9 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
     share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
-            console.print("no trace could be judged, so there is no pass share to compare")
+            judged = any(line["verdicts"] for line in lines)
+            why = "no criterion of the rubric applies to any trace" if judged else "no trace could be judged"
+            console.print(f"{why}, so there is no pass share to compare")
             return True
         return False
     console.print(grade.by_criterion(lines))

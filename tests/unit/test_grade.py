@@ -82,6 +82,26 @@ def test_one_judgement_has_one_pass_share_wherever_it_is_shown(
     assert '<dt>pass share</dt><dd title="62%">' in page
 
 
+def test_criteria_that_apply_to_no_trace_are_no_failure_to_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "judged"
+    words = ["judge", str(TRACES), "--judge", "rules", "--rubric", "static", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        main(words)
+    for file in (out / "judged").glob("*.json"):
+        group = json.loads(file.read_text(encoding="utf-8"))
+        for trace in group["rollouts"]:
+            trace["pass_share"] = None
+            trace["verdicts"] = [{**each, "verdict": "NOT_APPLICABLE"} for each in trace["verdicts"]]
+        file.write_text(json.dumps(group), encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--fail-under", "0.8"])
+    assert stopped.value.code == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no criterion of the rubric applies to any trace, so there is no pass share to compare" in said
+
+
 def test_a_worse_judgement_is_below_its_baseline() -> None:
     good = [line(f"task {n}", "PASS", "PASS") for n in range(30)]
     bad = [line(f"task {n}", "FAIL", "PASS" if n % 2 else "FAIL") for n in range(30)]
