@@ -411,7 +411,7 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
     if baseline is not None:
         change = grade.difference(lines, baseline)
         one = "no interval, since there is one task"
-        limits = one if math.isinf(change.low) else f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-        console.print(f"change from the baseline: {100 * change.mean:+.1f} percentage points, {limits}")
+        limits = one if math.isinf(change.low) else f"[{100 * change.low:+z.1f}, {100 * change.high:+z.1f}]"
+        console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}")
         below = below or change.high < 0
     return below

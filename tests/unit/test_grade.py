@@ -10,6 +10,7 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.commands.grade import by_criterion, difference, read_lines
+from draco_ray.commands.printing import with_interval
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.pass_share import pass_share
 from draco_ray.lab.report.page import write_report
@@ -100,6 +101,11 @@ def test_criteria_that_apply_to_no_trace_are_no_failure_to_judge(
     assert stopped.value.code == 3
     said = " ".join(capsys.readouterr().out.split())
     assert "no criterion of the rubric applies to any trace, so there is no pass share to compare" in said
+
+
+@pytest.mark.parametrize(("value", "written"), [(-1e-9, "0.000"), (-0.25, "-0.250"), (None, "-")])
+def test_a_printed_zero_has_no_sign(value: float | None, written: str) -> None:
+    assert with_interval(value, None, None) == written
 
 
 def test_a_worse_judgement_is_below_its_baseline() -> None:
