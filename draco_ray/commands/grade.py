@@ -8,20 +8,18 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from rich.table import Table
 
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, clustered_mean, rate_difference, rate_interval
+from draco_ray.lab.analysis.pass_share import Line, pass_share
+from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, rate_difference, rate_interval
 from draco_ray.lab.rows import grouped
 from draco_ray.terminal import counted
 from draco_ray.traces.keeping import LINES
-
-Line = Mapping[str, Any]
 
 
 def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
@@ -42,13 +40,6 @@ def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
             f"{named} {file}: expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
         )
     return lines
-
-
-def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
-    """The mean over tasks of the mean pass share of each task's traces; None if no trace has one."""
-    judged = grouped((line for line in lines if line["pass_share"] is not None), "task_id")
-    means = {task: fmean(line["pass_share"] for line in found) for task, found in judged.items()}
-    return clustered_mean([means], lambda task: task) if means else None
 
 
 def titles(lines: Iterable[Line]) -> set[str]:

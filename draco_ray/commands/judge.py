@@ -23,6 +23,7 @@ from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules, names_judge
+from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
@@ -393,12 +394,14 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
     )
 
 
-def _below(lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, wanted: JudgeArguments) -> bool:
+def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: JudgeArguments) -> bool:
     """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
-    share = grade.pass_share(lines)
+    share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
-            console.print("no trace could be judged, so there is no pass share to compare")
+            judged = any(line["verdicts"] for line in lines)
+            why = "no criterion of the rubric applies to any trace" if judged else "no trace could be judged"
+            console.print(f"{why}, so there is no pass share to compare")
             return True
         return False
     console.print(grade.by_criterion(lines))
@@ -410,7 +413,7 @@ def _below(lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, w
     if baseline is not None:
         change = grade.difference(lines, baseline)
         one = "no interval, since there is one task"
-        limits = one if math.isinf(change.low) else f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
-        console.print(f"change from the baseline: {100 * change.mean:+.1f} percentage points, {limits}")
+        limits = one if math.isinf(change.low) else f"[{100 * change.low:+z.1f}, {100 * change.high:+z.1f}]"
+        console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}")
         below = below or change.high < 0
     return below

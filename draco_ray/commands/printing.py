@@ -45,4 +45,4 @@ def print_table(title: str, heads: Sequence[str], cells: Mapping[str, Sequence[o
 def _written(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+    return f"{value:z.3f}" if isinstance(value, float) else str(value)

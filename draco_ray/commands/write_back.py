@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from draco_ray.commands.grade import Line, read_lines
+from draco_ray.commands.grade import read_lines
 from draco_ray.errors import ConfigError
+from draco_ray.lab.analysis.pass_share import Line
 from draco_ray.terminal import console, counted
 
 SHARE = "pass share"

@@ -66,7 +66,7 @@ class Share:
         """The share and its interval in per cent."""
         if self.low is None or self.high is None:
             return f"{100 * self.mean:.1f} %"
-        return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+        return f"{100 * self.mean:z.1f} % [{100 * self.low:z.1f}, {100 * self.high:z.1f}]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

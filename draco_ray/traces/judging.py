@@ -51,13 +51,15 @@ _TOOL = r"[A-Za-z_][\w.:-]{0,79}"
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
+ALONE_RULE = "no_dropout"
+"""The advantage rule for a single trace: there is no other to compare it with, so every criterion counts."""
 ALONE = {
-    "rule": "no_dropout",
+    "rule": ALONE_RULE,
     "merge_proposals": False,
     "skip_useless_credit_calls": False,
     "skip_inert_credit_calls": False,
 }
-"""Settings for a single trace: there is no other to compare it with, so every criterion counts."""
+"""Settings for a single trace."""
 
 Ask = Callable[..., Awaitable[Judgement]]
 """Asks the judge, in this process or on a cluster, with the arguments of `draco_ray.judging.pool.JudgePool.ask`."""

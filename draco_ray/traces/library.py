@@ -136,6 +136,9 @@ def plan(
         ships = base.algorithm.static_rubric or STATIC_RUBRIC
         static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
         of_run = of_run.updated(algorithm={"rubric": "static", "static_rubric": static})
+        if "skip_useless_credit_calls" not in base.algorithm.model_fields_set:
+            # A grade asks which steps are to blame, also where all traces fail alike and no reward differs.
+            of_run = of_run.updated(algorithm={"skip_useless_credit_calls": False})
     known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:

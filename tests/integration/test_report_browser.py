@@ -752,6 +752,9 @@ def test_judged_traces_are_listed_worst_first_sorted_and_filtered(started_browse
     # The name has several lines, and the middle of its box may be beside them.
     browser.run("document.querySelector('#traces tbody tr:not([hidden]) a').click()")
     browser.wait("location.hash.startsWith('#rollout/1/other/0') && !document.getElementById('rollout').hidden")
-    assert browser.run("document.querySelector('#rollout').textContent.includes('UA2')")
+    # The trace's own name and file, and none of what only a rollout of training has.
+    assert browser.run("document.querySelector('#rollout h1').textContent.startsWith('UA2')")
+    page = browser.run("document.querySelector('#rollout').textContent")
+    assert not [word for word in ("policy version", "generating", "seconds", "Rollout 0") if word in page]
     assert browser.run("typeof window.hacked") == "undefined"
     assert browser.console == []

@@ -9,8 +9,16 @@ import pytest
 from rich.console import Console
 
 from draco_ray.cli import main
-from draco_ray.commands.grade import by_criterion, difference, pass_share, read_lines
+from draco_ray.commands.grade import by_criterion, difference, read_lines
+from draco_ray.commands.printing import with_interval
 from draco_ray.errors import ConfigError
+from draco_ray.lab.analysis.pass_share import pass_share
+from draco_ray.lab.report.page import write_report
+from draco_ray.lab.runs.show import show
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.traces.library import judge_sync
+from draco_ray.traces.load import groups_of
+from tests.unit.test_traces_judging import Canned
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 TITLES = ("Looks first", "Tells the truth")
@@ -45,6 +53,59 @@ def test_tasks_count_alike_and_criteria_that_do_not_apply_count_nowhere() -> Non
         ("Looks first", "33%"),
         ("Tells the truth", "50%"),
     ]
+
+
+def test_one_judgement_has_one_pass_share_wherever_it_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A task's traces count as much as the single trace of another task."""
+
+    def chat(flight: str) -> dict[str, object]:
+        call = {"id": "c", "function": {"name": "book", "arguments": json.dumps({"flight": flight})}}
+        said = [
+            {"role": "user", "content": "Book the cheapest flight."},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": f"booked {flight}"},
+        ]
+        return {"id": flight, "task_id": "other" if flight == "UA2" else "cheap", "messages": said}
+
+    out = tmp_path / "judged"
+    judge_sync(groups_of([chat("DL9"), chat("UA1"), chat("UA2")]), "canned", complete=Canned(), out=out)
+    lines = read_lines(out)
+    assert [each["pass_share"] for each in lines] == [1.0, 0.5, 0.5]
+    share = pass_share(lines)
+    assert share is not None
+    assert share.mean == 0.625
+    show(out)
+    assert "pass share 62.5%" in capsys.readouterr().out
+    write_report(RunDirectory.open(out), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert '<dt>pass share</dt><dd title="62%">' in page
+
+
+def test_criteria_that_apply_to_no_trace_are_no_failure_to_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "judged"
+    words = ["judge", str(TRACES), "--judge", "rules", "--rubric", "static", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        main(words)
+    for file in (out / "judged").glob("*.json"):
+        group = json.loads(file.read_text(encoding="utf-8"))
+        for trace in group["rollouts"]:
+            trace["pass_share"] = None
+            trace["verdicts"] = [{**each, "verdict": "NOT_APPLICABLE"} for each in trace["verdicts"]]
+        file.write_text(json.dumps(group), encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--fail-under", "0.8"])
+    assert stopped.value.code == 3
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no criterion of the rubric applies to any trace, so there is no pass share to compare" in said
+
+
+@pytest.mark.parametrize(("value", "written"), [(-1e-9, "0.000"), (-0.25, "-0.250"), (None, "-")])
+def test_a_printed_zero_has_no_sign(value: float | None, written: str) -> None:
+    assert with_interval(value, None, None) == written
 
 
 def test_a_worse_judgement_is_below_its_baseline() -> None:

@@ -162,6 +162,26 @@ def test_which_credit_calls_are_made_is_what_the_settings_say(tmp_path: Path) ->
         assert [bool(trace.verdicts[1].steps) for trace in group.rollouts] == [cited] * 2
 
 
+def test_a_pinned_rubric_blames_steps_where_all_fail_alike_unless_told_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "failed.yaml").write_text(f"- {json.dumps(canned_judge.CHEAPEST)}", encoding="utf-8")
+    record = json.loads((FILES / "openai_chat.jsonl").read_text(encoding="utf-8").splitlines()[1])
+    groups = groups_of([record, {**record, "id": "again"}])
+    for config, blamed in ((None, True), ({"algorithm": {"skip_useless_credit_calls": True}}, False)):
+        (group,) = judge_sync(groups, MODEL, rubric=tmp_path / "failed.yaml", config=config, complete=Canned())
+        verdicts = [verdict for trace in group.rollouts for verdict in trace.verdicts]
+        assert [(verdict.verdict, bool(verdict.steps)) for verdict in verdicts] == [("FAIL", blamed)] * 2
+
+
+def test_traces_judged_alone_are_replayed_as_they_were_judged(tmp_path: Path) -> None:
+    """Their rubrics have a criterion that the trace passes, which dropout would drop."""
+    groups = load_traces(FILES / "openai_chat.jsonl", group_by="none")
+    for name, rubric in (("own", None), ("pinned", "static")):
+        judge_sync(groups, MODEL, rubric=rubric, out=tmp_path / name, complete=Canned())
+        for row in replay_rules(RunDirectory.open(tmp_path / name)).to_pylist():
+            assert (row["rule"], row["reward_shift"], row["advantage_shift"]) == (row["rule"], 0.0, 0.0)
+            assert row["surviving"] == row["criteria"]
+
+
 def test_without_a_criterion_there_is_no_reward(tmp_path: Path) -> None:
     none = json.dumps({"entries": []})
     (group,) = judge_sync(

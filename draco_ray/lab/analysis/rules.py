@@ -22,12 +22,15 @@ from draco_ray.lab.rows import mean, table_of
 from draco_ray.records import CreditFallback, GroupAdvantages
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
+from draco_ray.traces.judging import ALONE_RULE
 
 
 def replayed(
     group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON, reliability: float | None = None
 ) -> GroupAdvantages:
     """R, A and a_j of a recorded group under a rule, computed by the training code.
+
+    A group of one, a trace that was judged alone, has the rule that it was judged by, whatever the rule: no dropout.
 
     Args:
         group: the group with its verdicts and citations.
@@ -41,7 +44,7 @@ def replayed(
         group.attributions,
         group.tokens_GM,
         group.rollouts,
-        rule=find_rule(rule, reliability),
+        rule=find_rule(rule if len(group.rollouts) > 1 else ALONE_RULE, reliability),
         std_epsilon=std_epsilon,
     )
 

@@ -147,11 +147,11 @@ def _body(table: Table, show: Callable[[Cell | None, Column, bool], str]) -> Ite
 
 
 def _shown(cell: Cell, digits: int, shown: Shown, mean: str = "{}", std: str = " ±{}") -> str:
-    text = mean.format(f"{cell.mean:,.{digits}f}")
+    text = mean.format(f"{cell.mean:z,.{digits}f}")
     if shown is Shown.STD and cell.std is not None:
-        text += std.format(f"{cell.std:,.{digits}f}")
+        text += std.format(f"{cell.std:z,.{digits}f}")
     if shown is Shown.INTERVAL and cell.low is not None:
-        text += f" [{cell.low:,.{digits}f}, {cell.high:,.{digits}f}]"
+        text += f" [{cell.low:z,.{digits}f}, {cell.high:z,.{digits}f}]"
     return text
 
 

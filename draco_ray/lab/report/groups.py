@@ -18,9 +18,11 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.analysis.pass_share import lines_of
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
+from draco_ray.traces.files import INDEX
 
 _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
@@ -57,11 +59,14 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
     """
     columns = [*_TRAJECTORY, *(_TOKENS if tokens else ())]
     text_of = _token_texts(run) if tokens else str
+    traces = {(line["task_id"], line["rollout"]): _picked(line, "trace_id", "source") for line in lines_of(run, INDEX)}
     for step in run.steps():
         rows = {
             "trajectories": grouped(run.table("trajectories", step, columns).to_pylist(), "task_id"),
             **{name: grouped(run.table(name, step).to_pylist(), "task_id") for name in _KEPT},
         }
+        for row in itertools.chain.from_iterable(rows["trajectories"].values() if traces else ()):
+            row["trace"] = traces.get((row["task_id"], row["rollout"]))
         for turn in itertools.chain.from_iterable(rows["steps"].values() if tokens else ()):
             (whole,) = (each for each in rows["trajectories"][turn["task_id"]] if each["rollout"] == turn["rollout"])
             turn["sampled"] = [
@@ -137,6 +142,7 @@ def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Ro
             {
                 **_picked(row, "rollout", "attempt", "policy_version", "prompt_length", "ended", "error", "engine"),
                 "seconds": _short(row["ended_at"] - row["started_at"]),
+                "trace": row.get("trace"),
                 "share": _share(shares.get(row["rollout"])),
                 "turns": _turns(turns[row["rollout"]], shares.get(row["rollout"]), lines),
                 "verdicts": {

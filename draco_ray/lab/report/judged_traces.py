@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from urllib.parse import quote
 
+from draco_ray.lab.analysis.pass_share import lines_of
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 from draco_ray.traces.files import INDEX
-from draco_ray.traces.keeping import LINES
 
 
 def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
@@ -19,9 +18,9 @@ def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
     explanation of a failed criterion, preferably of one that cites steps. Criteria have the most failures first; their
     pass share is over the traces to which they apply.
     """
-    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in _lines(run, INDEX)}
+    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in lines_of(run, INDEX)}
     traces, said = [], defaultdict(list)
-    for line in _lines(run, LINES):
+    for line in lines_of(run):
         task, rollout = line["task_id"], line["rollout"]
         place = {
             "name": line["trace_id"] or f"{task} {rollout}",
@@ -50,8 +49,3 @@ def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
         criteria.append({"title": title, "judged": judged, "pass_share": share, "failed": failing})
     traces.sort(key=lambda row: -1.0 if row["pass_share"] is None else row["pass_share"])
     return traces, sorted(criteria, key=lambda row: -len(row["failed"]))
-
-
-def _lines(run: RunDirectory, name: str) -> list[Row]:
-    path = run.path / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []

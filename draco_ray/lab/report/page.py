@@ -21,6 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from draco_ray.judging.phases import PHASES
+from draco_ray.lab.analysis.pass_share import lines_of, pass_share
 from draco_ray.lab.analysis.rubrics import left_out
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.files import whole_file
@@ -63,7 +64,7 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
 
     page = _template("page.html.j2").stream(
         title=run.path.name,
-        facts=_facts(run, traces),
+        facts=_facts(run),
         how_to_read=how_to_read(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
         timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
@@ -269,7 +270,7 @@ def when_it_ran(run: RunDirectory, step: int) -> Drawing:
     return timeline(f"Step {step}: what ran when", known | lanes, colors=KINDS, width=PAGE_WIDTH)
 
 
-def _facts(run: RunDirectory, traces: list[Row]) -> list[tuple[str, str]]:
+def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     metrics = run.metrics()
 
     def value(key: str) -> str:
@@ -280,11 +281,11 @@ def _facts(run: RunDirectory, traces: list[Row]) -> list[tuple[str, str]]:
     dollars = sum(line.get("judge_dollars") or 0.0 for line in metrics)
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
     if _of_traces(run):
-        shares = [row["pass_share"] for row in traces if row["pass_share"] is not None]
+        share = pass_share(lines_of(run))
         return [
             ("judge", ", ".join(judges) or value("judge.model")),
             ("traces", f"{rollouts:,}"),
-            ("pass share", percent(sum(shares) / len(shares)) if shares else "–"),
+            ("pass share", percent(share.mean) if share else "–"),
             ("judge cost", f"${dollars:,.2f}" if dollars else "–"),
         ]
     return [

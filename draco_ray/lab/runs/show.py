@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow.compute as pc
 from rich.table import Table
 
+from draco_ray.lab.analysis.pass_share import lines_of, pass_share
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.evaluations import (
     judged_rates,
@@ -18,6 +19,7 @@ from draco_ray.runs.evaluations import (
     task_goal_completion,
 )
 from draco_ray.terminal import console
+from draco_ray.traces.keeping import SETTING
 
 COLUMNS = {
     "step": "{:d}",
@@ -33,6 +35,8 @@ COLUMNS = {
     "seconds": "{:.0f}",
 }
 """Metrics shown, by their names in metrics.jsonl."""
+OF_TRACES = ("step", "reward", "groups_with_signal", "judge_dollars", "seconds")
+"""Those of judged traces. Their ``pass_rate`` is over the verdicts of a step, which is no pass share."""
 
 
 def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
@@ -47,15 +51,24 @@ def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
     """
     run = RunDirectory.open(directory)
     setting, model, seed = (run.setting(key) for key in ("setting", "model.path", "seed"))
-    console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
     metrics = run.metrics()
+    columns, traces = COLUMNS, setting == SETTING
+    if traces:
+        share = pass_share(lines_of(run))
+        console.print(
+            f"{run.path.name}: traces judged by {run.setting('judge.model')}, pass share "
+            + ("unknown" if share is None else f"{share.mean:.1%}")
+        )
+        columns = {name: COLUMNS[name] for name in OF_TRACES}
+    else:
+        console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
     table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
+    for column in columns:
         # A word a line, so that the table fits into 80 columns.
         table.add_column(column.replace("_", "\n"), justify="right")
     for line in metrics:
         try:
-            table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
+            table.add_row(*(_cell(line.get(column), form) for column, form in columns.items()))
         except (ValueError, TypeError) as error:
             raise damaged(run.metrics_file, f"step {line['step']}: {error}") from None
     console.print(table if metrics else "no finished step", soft_wrap=False)
@@ -71,10 +84,11 @@ def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
     counts = {name: run.table(name).num_rows for name in ("trajectories", "steps", "criteria", "verdicts", "citations")}
     calls = run.table("judge_calls")
     adapters = len(run.checkpoint_steps() if checkpoints is None else checkpoints)
+    trained = "" if traces else f", {adapters} adapters"
     dollars = pc.sum(calls.column("dollars")).as_py() or 0.0
     console.print(
         ", ".join(f"{number} {name}" for name, number in counts.items())
-        + f", {calls.num_rows} judge calls (${dollars:.2f}), {adapters} adapters"
+        + f", {calls.num_rows} judge calls (${dollars:.2f}){trained}"
     )
 
 

@@ -343,7 +343,7 @@ async function rolloutView(place, number, rest) {
   const panel = el("aside.panel", { "aria-label": "Verdicts" }, group.split && !judged ? [el("h2", {}, "Evaluated"), el("p", {}, !rollout.outcome ? "No result." : `${rollout.outcome.success ? "Solved" : "Not solved"}: ${rollout.outcome.tests.join(" of ")} tests passed.`), failures]
     : [el("h2", {}, "Verdicts"), unscored, el("ol.verdicts", {}, data.criteria.map((criterion, at) => verdictItem(group, criterion, at, rollout, here))), el("div", { id: "why" })]);
   return [neighbours(place, [" › ", el("a", { href: groupLink(group) }, `${group.task}, ${whereOf(group)}`), " › ", others]),
-    el("h1", {}, `Rollout ${number}`, el("span.muted.onprint", {}, ` ${group.task}, ${whereOf(group)}`), rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
+    el("h1", {}, (rollout.trace && rollout.trace.trace_id) || `${index.of_traces ? "Trace" : "Rollout"} ${number}`, rollout.trace ? el("span.muted", {}, " " + rollout.trace.source) : null, el("span.muted.onprint", {}, ` ${group.task}, ${whereOf(group)}`), rollout.error ? el("span.bad", {}, " " + rollout.error) : null, " ", besideChoice(group, number), " ", exportButton(() => [`${group.task}-${keyOf(group)}-${number}.json`, { ...whole(group, { ...data, rollouts: [rollout], calls: [] }) }])),
     rolloutFacts(rollout),
     pushStrip(rollout, here, share),
     el("div.columns", {}, el("div", {}, promptFolds(data, text, here), turns, callList(rollout.calls, text, here(""))), panel)];
@@ -355,7 +355,8 @@ function rolloutFacts(rollout) {
     : [["reward R", share ? signed(share.reward) : "unscored"], ["advantage A", share ? signed(share.advantage) : "–"], ["credit", creditWord(share)]];
   const facts = [...judged,
     ["ended", words(rollout.ended)], ["steps", rollout.turns.filter((turn) => turn.step !== null).length],
-    ["sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)], ["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]];
+    [index.of_traces ? "tokens" : "sampled tokens", rollout.turns.reduce((sum, turn) => sum + turn.tokens, 0)],
+    ...(index.of_traces ? [] : [["seconds", fixed(rollout.seconds, 1)], ["policy version", rollout.policy_version]])];
   return el("dl.facts", {}, facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
 }
 
@@ -388,7 +389,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
     head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
     if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
   }
-  head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`));
+  head.append(el("span.spring"), el("span.muted", {}, plural(turn.tokens, "token") + (index.of_traces ? "" : ` · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`)));
   const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: prefix + (order + 1), "data-step": turn.step }, head,
     before ? folded(turn.action === null ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,

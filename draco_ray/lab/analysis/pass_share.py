@@ -1,0 +1,29 @@
+"""The pass share of judged traces: the one grade that `draco judge`, `draco runs show` and the page print."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean
+from draco_ray.lab.rows import grouped
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.traces.keeping import LINES
+
+Line = Mapping[str, Any]
+"""A line of ``judged.jsonl``: a judged trace."""
+
+
+def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
+    """The mean over tasks of the mean pass share of each task's traces; None if no trace has one."""
+    judged = grouped((line for line in lines if line["pass_share"] is not None), "task_id")
+    means = {task: fmean(line["pass_share"] for line in found) for task, found in judged.items()}
+    return clustered_mean([means], lambda task: task) if means else None
+
+
+def lines_of(run: RunDirectory, name: str = LINES) -> list[dict[str, Any]]:
+    """The lines of a file of a judging's run directory; none if the file does not exist yet."""
+    path = run.path / name
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
