@@ -31,6 +31,7 @@ def blocks(language: str) -> list[str]:
 def test_its_commands_and_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "traces").mkdir()
     shutil.copy(FILES / "openai_chat.jsonl", tmp_path / "traces")
+    shutil.copy(REPOSITORY / "prompts/static_rubric.yaml", tmp_path / "rubric.yaml")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", "key-for-the-test")
     commands = [line.removeprefix("$ draco ") for block in blocks("console") for line in block.splitlines()]
