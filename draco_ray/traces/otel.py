@@ -26,7 +26,7 @@ Langfuse have other field names and are converted to spans.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -42,19 +42,20 @@ Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
 AGENT_SPANS = ("invoke_agent", "agent")
 INPUTS = (
-    *("llm.input_messages", "gen_ai.input.messages", "ai.prompt.messages"),
-    *("langfuse.observation.input", "mlflow.spanInputs", "input.value", "gen_ai.prompt"),
+    "gen_ai.input.messages",
+    "ai.prompt.messages",
+    "langfuse.observation.input",
+    "mlflow.spanInputs",
+    "input.value",
 )
 OUTPUTS = (
-    *("llm.output_messages", "gen_ai.output.messages"),
-    *("langfuse.observation.output", "mlflow.spanOutputs", "output.value", "gen_ai.completion"),
+    "gen_ai.output.messages",
+    "langfuse.observation.output",
+    "mlflow.spanOutputs",
+    "output.value",
 )
-FLATTENED = ("llm.input_messages", "llm.output_messages", "gen_ai.prompt", "gen_ai.completion")
-"""Those whose messages are flattened into attributes."""
-OWN = ""
-"""Key of the value of ``a`` in the tree, if there is also an attribute ``a.b``. What is under it stays as it is."""
-DOTTED = ("message.", "message_content.", "tool_call.", "tool.")
-"""Beginnings of the names of a message's fields in OpenInference."""
+FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
+FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
 TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools")
 OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
@@ -73,9 +74,7 @@ KINDS = (
 """Attributes with the kind of a span."""
 TOOL_CALL_IDS = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
 TOOL_NAMES = ("gen_ai.tool.name", "tool.name", "ai.toolCall.name", "traceloop.entity.name")
-TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[2:5], "ai.toolCall.result", "traceloop.entity.output")
-VALUES = {*INPUTS, *OUTPUTS, *TOOL_RESULTS} - {*FLATTENED}
-"""Attributes whose values have names of their own, in which a dot or a number means nothing."""
+TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[1:], "ai.toolCall.result", "traceloop.entity.output")
 
 
 def recognises(record: object) -> bool:
@@ -106,7 +105,7 @@ def _is_row(record: Mapping[str, Any]) -> bool:
 
 
 def spans(record: Any) -> list[Span]:
-    """The spans of an export, in a common form: names as in OTLP, attributes as nested objects.
+    """The spans of an export, in a common form: flat attributes, names as in OTLP.
 
     Raises:
         BadTrace: the export contains no spans, or something other than spans; then none of it is used, since a trace
@@ -175,14 +174,14 @@ def _span(span: object) -> Span:
     span = _renamed(span)
     attributes = _attributes(span.get("attributes", span.get("tags")))
     # Logfire writes the events as an attribute.
-    written = _get(attributes, "events")
+    written = _json(attributes.get("events"))
     events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
     for event in span.get("events") or span.get("logs") or ():
         more = _attributes(first_of(event, "attributes", "fields")) if isinstance(event, Mapping) else {}
-        events.append((str(field(event, "name") or _own(more, "event") or ""), more))
+        events.append((str(field(event, "name") or more.get("event", "")), more))
     for name, more in events:
         if name == "gen_ai.client.inference.operation.details":
-            attributes = _tree(more, attributes)
+            attributes = more | attributes
     parents = ("parentSpanId", "parent_span_id", "parent_id")
     times = ("startTimeUnixNano", "start_time_unix_nano", "start_time", "timeUnixNano", "startTime")
     return {
@@ -212,65 +211,25 @@ def _time(value: object) -> str:
 
 
 def _attributes(attributes: object) -> dict[str, Any]:
-    """Attributes as nested objects, from OTLP's list of keys with typed values or from a mapping, whose keys may be
-    dotted; an object whose keys are numbers is a list."""
-    attributes = _keyed(attributes) if isinstance(attributes, list) else attributes
-    tree = _tree(attributes) if isinstance(attributes, Mapping) else {}
-    return {key: _listed(value) for key, value in tree.items()}
+    """Attributes as a flat mapping, from OTLP's list of keys with typed values or from a flat or nested mapping."""
+    found: dict[str, Any] = {}
+    if isinstance(attributes, list):
+        for each in attributes:
+            if isinstance(each, Mapping) and isinstance(each.get("key"), str):
+                found[each["key"]] = _value(each.get("value"))
+    elif isinstance(attributes, Mapping):
+        _flatten("", attributes, found)
+    return found
 
 
-def _tree(*several: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Objects with dotted names as one nested object; of equal names the last counts. ``above`` is their prefix."""
-    tree: dict[str, Any] = {}
-    for attributes in several:
-        for key, value in attributes.items():
-            node = tree
-            *path, leaf = key.split(".")
-            for part in path:
-                held = node.get(part)
-                node[part] = node = held if isinstance(held, dict) else {} if held is None else {OWN: held}
-            held, name = node.get(leaf), f"{above}{key}"
-            if isinstance(value, Mapping | list) and name in VALUES and OWN not in value:
-                value = {OWN: value}
-            if leaf != OWN and isinstance(value, Mapping):
-                known = held if isinstance(held, dict) else {} if held is None else {OWN: held}
-                node[leaf] = _tree(known, value, above=f"{name}.")
-            elif isinstance(held, dict) and leaf != OWN:
-                held[OWN] = value
-            else:
-                node[leaf] = value
-    return tree
-
-
-def _listed(value: Any) -> Any:
-    """A value with lists in place of objects whose keys are numbers."""
-    if isinstance(value, list):
-        # Tables of Phoenix keep the dots in the names of a message's fields.
-        dotted = [isinstance(each, Mapping) and all(name.startswith(DOTTED) for name in each) for each in value]
-        return [_attributes(each) if names else each for each, names in zip(value, dotted, strict=True)]
-    if not isinstance(value, Mapping):
-        return value
-    if value and all(key.isdecimal() for key in value):
-        return [_listed(value[key]) for key in sorted(value, key=int)]
-    return {key: each if key == OWN else _listed(each) for key, each in value.items()}
-
-
-def _own(attributes: Mapping[str, Any], name: str) -> Any:
-    """The value of an attribute, also where there are attributes below its name."""
-    value = path_value(attributes, name)
-    if not isinstance(value, Mapping) or OWN in value:
-        return value[OWN] if isinstance(value, Mapping) else value
-    return None if name in VALUES or name in FLATTENED else value
-
-
-def _get(attributes: Mapping[str, Any], *names: str) -> Any:
-    """The first of these attributes that has a value, with JSON text decoded."""
-    return next((_json(value) for name in names if (value := _own(attributes, name)) is not None), None)
-
-
-def _keyed(pairs: Iterable[Any]) -> dict[str, Any]:
-    named = (each for each in pairs if isinstance(each, Mapping) and isinstance(each.get("key"), str))
-    return {each["key"]: _value(each.get("value")) for each in named}
+def _flatten(prefix: str, tree: Mapping[str, Any], found: dict[str, Any]) -> None:
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*INPUTS, *OUTPUTS):
+            _flatten(f"{prefix}{key}.", value, found)
+        elif isinstance(value, list) and f"{prefix}{key}".startswith((*FLAT_INPUTS, *FLAT_OUTPUTS)):
+            _flatten(f"{prefix}{key}.", {str(i): each for i, each in enumerate(value)}, found)
+        else:
+            found[f"{prefix}{key}"] = value
 
 
 def _value(value: object) -> Any:
@@ -279,7 +238,7 @@ def _value(value: object) -> Any:
     if "arrayValue" in value:
         return [_value(each) for each in path_value(value, "arrayValue.values") or ()]
     if "kvlistValue" in value:
-        return _keyed(path_value(value, "kvlistValue.values") or ())
+        return _attributes(path_value(value, "kvlistValue.values"))
     return next(iter(value.values()), None)
 
 
@@ -289,8 +248,8 @@ SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
 
 def session(span: Span, file: str) -> tuple[str, ...]:
     """Names of a span's session: its trace id, and its conversation or session id."""
-    values = (_own(span["attributes"], name) for name in SESSIONS)
-    named = [value for value in values if isinstance(value, str) and value]
+    attributes = span["attributes"]
+    named = [attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name]]
     return (str(span["trace"]), *named[:1])
 
 
@@ -318,12 +277,12 @@ def _named(ordered: list[Span]) -> dict[str, list[Span]]:
         while at["parent"] in by_id and at["parent"] not in above[span["id"]]:
             at = by_id[at["parent"]]
             above[span["id"]].append(at["id"])
-        if name := path_value(span["attributes"], CONVERSATION):
+        if name := span["attributes"].get(CONVERSATION):
             for each in (*above[span["id"]], span["trace"]):
                 around.setdefault(each, set()).add(str(name))
     found: dict[str, list[Span]] = {}
     for span in ordered:
-        own = [str(name) for each in above[span["id"]] if (name := path_value(by_id[each]["attributes"], CONVERSATION))]
+        own = [str(name) for each in above[span["id"]] if (name := by_id[each]["attributes"].get(CONVERSATION))]
         alone = (next(iter(around[e])) for e in (*above[span["id"]], span["trace"]) if len(around.get(e, ())) == 1)
         if around:
             found.setdefault(next(iter(own), None) or next(alone, str(span["trace"])), []).append(span)
@@ -384,35 +343,55 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
 def _tools(attributes: Mapping[str, Any]) -> Any:
     """The tools that a model call declares, in an attribute or in its input."""
     for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
-        value = _get(attributes, name)
+        value = _json(attributes.get(name))
         value = _json(path_value(value, "tools")) if name not in TOOL_LISTS else value
         if isinstance(value, list) and value:
             return value
-    listed = _get(attributes, "llm.tools")
-    return [_get(each, "tool.json_schema") for each in listed] if isinstance(listed, list) else None
+    numbered = _numbered(_tree(attributes, "llm.tools."))
+    return [_json(path_value(each, "tool.json_schema")) for _, each in numbered]
 
 
 def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
     """A sub-agent's call: its outputs, with the sub-agent's name as role."""
-    name = str(path_value(by_id[agent]["attributes"], "gen_ai.agent.name") or "") if agent in by_id else ""
+    name = str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") if agent in by_id else ""
     said = [Entry(role=f"{SUB_AGENT} {name}".strip(), text=e.text, calls=e.calls) for e in call.outputs]
     return ModelCall(inputs=[], outputs=[each for each in said if each.text or each.calls], sub_agent=True)
 
 
 def _record(of_trace: list[Span]) -> dict[str, Any]:
     """The attributes of all spans for ``--group-by``; the first span takes precedence."""
-    return _tree(*(span["attributes"] for span in reversed(of_trace)))
+    merged: dict[str, Any] = {}
+    for span in reversed(of_trace):
+        merged |= span["attributes"]
+    return _tree(merged)
+
+
+def _tree(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted attributes as nested objects; only those below a prefix."""
+    tree: dict[str, Any] = {}
+    for key, value in attributes.items():
+        if key.startswith(prefix):
+            node = tree
+            *path, leaf = key.removeprefix(prefix).split(".")
+            for part in path:
+                below = node.setdefault(part, {})
+                node = below if isinstance(below, dict) else {}
+            node[leaf] = value
+    return tree
 
 
 def _task(of_trace: list[Span]) -> str:
-    values = (_own(span["attributes"], name) for span in of_trace for name in TASK_ATTRIBUTES)
-    return next((identifier(value) for value in values if value is not None and str(value).strip()), "")
+    for span in of_trace:
+        for name in TASK_ATTRIBUTES:
+            if (value := span["attributes"].get(name)) is not None and str(value).strip():
+                return identifier(value)
+    return ""
 
 
 def _kind(span: Span) -> str:
     """The kind of a span in lower case; empty if not stated."""
-    values = (_own(span["attributes"], name) for name in KINDS)
-    return next((str(value).strip('"').casefold() for value in values if value), "")
+    attributes = span["attributes"]
+    return next((str(attributes[name]).strip('"').casefold() for name in KINDS if attributes.get(name)), "")
 
 
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
@@ -431,11 +410,12 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     attributes = span["attributes"]
     if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
-    outputs = _messages(attributes, OUTPUTS, AGENT) or _choices(span) or _of_ai_sdk(attributes)
+    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span) or _of_ai_sdk(attributes)
     if not outputs:
         return None
-    inputs = _messages(attributes, INPUTS, "user") or _earlier(span)
-    if system := _get(attributes, "gen_ai.system_instructions"):
+    inputs = _messages(attributes, INPUTS, FLAT_INPUTS, "user") or _earlier(span)
+    system = _json(attributes.get("gen_ai.system_instructions"))
+    if system:
         parts = system if isinstance(system, list | str) else [system]
         inputs = entries([{"role": "system", "parts": parts}]) + inputs
     tokens = _tokens(attributes)
@@ -447,7 +427,7 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
 def _tokens(attributes: Mapping[str, Any]) -> int:
     """Number of tokens that the model wrote; 0 if the span does not state it."""
     for name in OUTPUT_TOKENS:
-        value = _own(attributes, name)
+        value = attributes.get(name)
         # OTLP writes 64-bit integers as text; tables store them as floats.
         count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
         if count is not None:
@@ -455,54 +435,70 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
     return 0
 
 
-def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], role: str) -> list[Entry]:
-    """The messages in the first of these attributes that has some; ``role`` is that of a text without a role."""
-    # Attributes beside flattened messages (gen_ai.prompt.prompt_filter_results) are no messages.
-    flattened = [_numbered(path_value(attributes, name)) for name in names if name in FLATTENED]
-    for value in itertools.chain(flattened, (_get(attributes, name) for name in names)):
+def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str) -> list[Entry]:
+    for prefix in flat:
+        if messages := _flat_messages(attributes, prefix):
+            return entries(messages)
+    for name in names:
+        value = _json(attributes.get(name))
         if role == AGENT and (replied := reply_entries(value)):
             return replied
         for path in ("messages", "choices", "input", "output"):
             if isinstance(value, Mapping) and isinstance(value.get(path), list):
                 value = value[path]
-        value = [value] if isinstance(value, Mapping) or (isinstance(value, str) and value) else value
+        if isinstance(value, Mapping):
+            value = [value]
         if isinstance(value, list) and value:
             # LangChain's callbacks have a list of conversations, of which there is one.
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
-            unwrapped = (each.get("message", each) if isinstance(each, Mapping) else each for each in value)
-            said = [e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped]
-            # OpenLLMetry may have a prompt's text under the name of the role, without a role.
-            flat = any(value is each for each in flattened)
-            return entries([{"role": role, "content": e.get(role), **e} for e in said] if flat else said)
+            unwrapped = [each.get("message", each) if isinstance(each, Mapping) else each for each in value]
+            return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
+        if isinstance(value, str) and value:
+            return entries([{"role": role, "content": value}])
     return []
 
 
-def _numbered(value: object) -> list[Any]:
-    """A flattened list, also where attributes without a number are beside its elements; empty for another value."""
-    if isinstance(value, Mapping):
-        return [value[key] for key in sorted(filter(str.isdecimal, value), key=int)]
-    return value if isinstance(value, list) else []
+def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+    """Messages that were flattened into attributes with numbers in their names."""
+    tree = _tree(attributes, f"{prefix}.")
+    found = []
+    for index in sorted((key for key in tree if key.isdigit()), key=int):
+        message = tree[index].get("message", tree[index]) if isinstance(tree[index], dict) else {}
+        calls = [call.get("tool_call", call) for _, call in _numbered(message.get("tool_calls"))]
+        parts = [part.get("message_content", part) for _, part in _numbered(message.get("contents"))]
+        role = message.get("role", "user")
+        # OpenLLMetry may have a prompt's text under the name of its role.
+        content = message.get("content", parts or message.get(role))
+        found.append({**message, "content": content, "tool_calls": calls, "role": role})
+    return found
+
+
+def _numbered(tree: object) -> list[tuple[int, Any]]:
+    if not isinstance(tree, Mapping):
+        return []
+    return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit() and isinstance(value, Mapping))
 
 
 def _earlier(span: Span) -> list[Entry]:
     """The input, from events of the earlier GenAI conventions."""
     found: list[Entry] = []
     for name, attributes in span["events"]:
+        role = name.removeprefix("gen_ai.").removesuffix(".message")
         if name == "gen_ai.content.prompt":
-            found += _messages(attributes, ("gen_ai.prompt",), "user")
+            found += _messages(attributes, ("gen_ai.prompt",), (), "user")
         elif name.endswith(".message"):
-            role = name.removeprefix("gen_ai.").removesuffix(".message")
-            content, calls = _get(attributes, "content", "gen_ai.prompt"), _get(attributes, "tool_calls") or []
-            found += entries([{**attributes, "role": role, "content": content, "tool_calls": calls}])
+            content = attributes.get("content", attributes.get("gen_ai.prompt"))
+            calls = _json(attributes.get("tool_calls")) or []
+            found += entries([{**attributes, "role": role, "content": _json(content), "tool_calls": calls}])
     return found
 
 
 def _choices(span: Span) -> list[Entry]:
     for name, attributes in span["events"]:
         if name == "gen_ai.content.completion":
-            return _messages(attributes, ("gen_ai.completion",), AGENT)
+            return _messages(attributes, ("gen_ai.completion",), (), AGENT)
         if name == "gen_ai.choice":
-            message = _get(attributes, "message") or attributes
+            message = _json(attributes.get("message")) or attributes
             message = message if isinstance(message, Mapping) else {"content": message}
             return entries([{**message, "role": AGENT}])
     return []
@@ -510,9 +506,9 @@ def _choices(span: Span) -> list[Entry]:
 
 def _of_ai_sdk(attributes: Mapping[str, Any]) -> list[Entry]:
     # The span around a conversation's calls repeats the last answer, without the messages.
-    if path_value(attributes, "ai.prompt.messages") is None:
+    if "ai.prompt.messages" not in attributes:
         return []
-    text, calls = path_value(attributes, "ai.response.text"), _get(attributes, "ai.response.toolCalls")
+    text, calls = attributes.get("ai.response.text"), _json(attributes.get("ai.response.toolCalls"))
     return entries([{"role": AGENT, "content": text, "tool_calls": calls or ()}]) if text or calls else []
 
 
@@ -545,9 +541,9 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 def _tool_result(span: Span) -> Entry | None:
     """The result in a tool span; None for other spans, or without a result."""
     attributes = span["attributes"]
-    call_id = str(_get(attributes, *TOOL_CALL_IDS) or "")
+    call_id = str(first_of(attributes, *TOOL_CALL_IDS) or "")
     if "tool" not in _kind(span) and not call_id:
         return None
-    value = _get(attributes, *TOOL_RESULTS)
-    name = str(_get(attributes, *TOOL_NAMES) or span["name"])
+    value = _json(first_of(attributes, *TOOL_RESULTS))
+    name = str(first_of(attributes, *TOOL_NAMES) or span["name"])
     return None if value is None else Entry(role="tool", text=plain(value), name=name, call_id=call_id)
