@@ -172,7 +172,7 @@ class Outage:
             return NextAction.FAIL
         if trouble is FailureKind.QUOTA_SPENT:
             return NextAction.STOP
-        # An outage counts as one failure of a call. Where no other call fails, the request may be the cause.
+        # A call fails once per outage, however often it is sent. If no other call fails, this one may be the cause.
         own = call not in self._failing or (self._failing == {call} and not away)
         self._failing.add(call)
         if trouble is FailureKind.REFUSED:

@@ -178,7 +178,7 @@ def is_message(value: object) -> bool:
 
 
 def unwrapped(message: Fields) -> Fields:
-    """The message without the wrapping of a framework, with the fields that are beside it or have other names."""
+    """The message inside a framework's wrapper, with the fields that the framework keeps beside it."""
     if isinstance(message.get("message"), Mapping) and message.get("role") is None:
         # A choice of an API response, as stored by ART.
         return object_of(message, "message")
@@ -199,7 +199,7 @@ def unwrapped(message: Fields) -> Fields:
 
 
 def _over(*layers: Fields) -> Fields:
-    """Objects as one; a field is that of the first that has it."""
+    """The objects as one; the first that has a field gives its value."""
     held = [layer for layer in layers if layer]
     return ChainMap(*cast("list[dict[str, Any]]", held)) if len(held) > 1 else held[0] if held else {}
 

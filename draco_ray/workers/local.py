@@ -11,7 +11,7 @@ from typing import Any
 from draco_ray.errors import StoreError
 
 Reference = Any
-"""A value, or what is awaited for it, such as a reference into Ray's object store."""
+"""A value, or something to await for it, such as a Ray object reference."""
 
 
 async def resolved(reference: Reference) -> Any:

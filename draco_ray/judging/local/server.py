@@ -115,7 +115,7 @@ class VllmJudgeServer:
         self._progress_at: float | None = None
         """Time of the last sign of progress; None until the server has answered."""
         self._tokens: float | None = None
-        """Number of tokens that it had read and written then, if known."""
+        """Tokens read and written by that time, if known."""
         self._failures = 0
         """Number of starts in a row that ended before the server answered."""
 
