@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def test_the_sample_is_small_and_names_no_place_of_a_machine() -> None:
     assert {group["step"] for group in index["groups"] if "split" not in group} == {1, 2, 3, 4}
     # Its tools are the library's, not AppWorld's apps.
     assert "apis." not in str(packed(page))
+
+
+def test_its_policy_allows_its_script() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in page
 
 
 def test_the_readme_leads_to_it_on_its_first_screen() -> None:
