@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -11,6 +12,7 @@ from rich.table import Column, Table
 from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_config import check_heads, check_rounding
+from draco_ray.engine.vllm_engine import check_argument_names
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     judge_context,
@@ -20,6 +22,7 @@ from draco_ray.judging.judge_context import (
 from draco_ray.lab.planning.memory import (
     GIB,
     EngineMemory,
+    Item,
     LearnerMemory,
     engine_memory,
     exchanged_bytes,
@@ -54,9 +57,10 @@ def plan(config: DracoConfig, *, gpu_memory_gib: float, model_config: Path | Non
         gpu_memory_gib: memory of one GPU, GiB.
         model_config: the model's ``config.json``, if `model.path` is neither a directory here nor a known model.
         given: assumed throughputs, and the GPU memory that CUDA and libraries take.
-    Raises: ConfigError: the run does not fit (names the largest item and the keys to change), or the model's shape is
-        not known.
+    Raises: ConfigError: the run does not fit (names the largest item and the keys to change), the model's shape is not
+        known, or vLLM does not know a name in `engine.vllm`.
     """
+    check_argument_names(config.engine.vllm)
     config = with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
@@ -116,23 +120,36 @@ def host_problems(config: DracoConfig, shape: ModelShape) -> list[str]:
     needed, has = host_bytes(config, shape), memory_bytes()
     if needed <= has:
         return []
-    return [
+    largest = max(_host_items(config, shape), key=lambda item: item.bytes)
+    found = (
         f"engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but this machine has {has / GIB:.1f} "
-        "GiB: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, learner.micro_batch_tokens or "
-        "agent.max_response_length"
-    ]
+        f"GiB; the largest item is {largest.name} ({_size(largest.bytes)})"
+    )
+    if host_bytes(_changed(config, gradient_checkpointing=True), shape) <= has:
+        return [f"{found}: set learner.gradient_checkpointing=true"]
+    return [f"{found}: change {largest.keys}, or use a machine with more memory"]
 
 
 def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
     """Bytes of this machine's memory that a run may need: CPU computation, Ray and its processes."""
+    return PROCESSES_BYTES + total(_host_items(config, shape))
+
+
+def _host_items(config: DracoConfig, shape: ModelShape) -> list[Item]:
+    """Memory of this machine by kind, over all engines and learner workers; without Ray's processes."""
     learner, engine = config.learner, config.engine
-    needed = PROCESSES_BYTES + ((config.ray.object_store_mib or 0) << 20)
+    items = [Item("Ray's object store", (config.ray.object_store_mib or 0) << 20, "ray.object_store_mib")]
     if learner.gpus_per_worker == 0:
-        needed += learner.workers * learner_memory(config, shape).peak
+        items += [_times(learner.workers, item) for item in learner_memory(config, shape).peak_items]
     if engine.gpus_per_engine == 0:
         memory = engine_memory(config, shape, 0, 0)
-        needed += engine.engines * (total(memory.items) + memory.kv_cache)
-    return needed
+        cache = Item("KV cache", memory.kv_cache, "engine.kv_cache_gib")
+        items += [_times(engine.engines, item) for item in (*memory.items, cache)]
+    return items
+
+
+def _times(number: int, item: Item) -> Item:
+    return replace(item, bytes=number * item.bytes)
 
 
 def _print_gpus(config: DracoConfig) -> None:
@@ -299,7 +316,9 @@ def _print_engine(config: DracoConfig, memory: EngineMemory) -> None:
     where = "GPU" if engine.gpus_per_engine > 0 else "CPU process"
     console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
     rows = [(item.name, _size(item.bytes)) for item in memory.items]
-    cache = f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each"
+    cache = (
+        f"KV cache: {counted(memory.sequences, 'sequence')} of {memory.length:,} tokens, {_size(memory.sequence)} each"
+    )
     rows.append((cache, _size(max(0, memory.kv_cache))))
     _print_table(rows + [("available", _size(memory.limit))] * (engine.gpus_per_engine > 0))
 

@@ -12,8 +12,9 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -473,8 +474,13 @@ class VllmEngine:
             )
 
 
-def check_argument_names(arguments: Iterable[str]) -> None:
-    """Check that vLLM knows the names in ``engine.vllm``. Raises: ConfigError."""
+def check_argument_names(arguments: Collection[str]) -> None:
+    """Check that vLLM knows the names in ``engine.vllm``; importing it takes seconds. Raises: ConfigError.
+
+    Where vLLM is not installed nothing is checked; the engines check the names when they start.
+    """
+    if not arguments or find_spec("vllm") is None:
+        return
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]

@@ -120,12 +120,8 @@ def check_prompts(start: Start) -> None:
 
 
 def check_engine_arguments(start: Start) -> None:
-    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds.
-
-    The engines check them where the driver's node has no vLLM.
-    """
-    if start.config.engine.vllm and find_spec("vllm") is not None:
-        check_argument_names(start.config.engine.vllm)
+    """Check the names in ``engine.vllm``, if vLLM is on the driver's node."""
+    check_argument_names(start.config.engine.vllm)
 
 
 def check_tool_parser(start: Start) -> None:

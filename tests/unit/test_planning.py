@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.commands import plan
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
@@ -189,6 +190,29 @@ def test_what_cannot_be_planned_is_said_in_one_line(
     overrides: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert named in refused(capsys, "qwen3.6-27b", *overrides, "--gpu-memory-gib", "140")
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        (
+            "seed=0",
+            "the largest item is base weights (50.10 GiB): change model.path, or use a machine",
+        ),
+        ("engine.kv_cache_gib=90", "the largest item is KV cache (90.00 GiB): change engine.kv_cache_gib"),
+        ("learner.gradient_checkpointing=false", "set learner.gradient_checkpointing=true"),
+    ],
+)
+def test_a_machine_without_the_memory_is_told_what_takes_most_of_it(
+    override: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "memory_bytes", lambda: (120 if "checkpointing" in override else 100) * GIB)
+    assert named in refused(capsys, "cpu", f"model.path={QWEN27}", override)
+
+
+def test_a_name_that_vllm_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("vllm")
+    assert "did you mean kv_cache_dtype" in refused(capsys, "qwen3.6-27b", "engine.vllm={kv_cache_dtyp: fp8}")
 
 
 def test_a_model_that_is_not_known_is_planned_from_its_config(

@@ -125,7 +125,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     matrices = 2 * len(shape.adapted(learner.lora_target))
     rank_key = "learner.lora_rank"
     resident = (
-        Item("base weights", base_bytes(config, shape), WEIGHT_KEYS),
+        Item("base weights", base_bytes(config, shape), WEIGHT_KEYS if learner.gpus_per_worker > 0 else "model.path"),
         Item("adapter (float32)", adapter * FLOAT32, rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
         Item("optimizer", (2 * adapter + matrices) * FLOAT32, rank_key),
@@ -350,11 +350,12 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     if uses_self_judge(config):
         length = max(length, context_tokens(config))
     batched = min(batched_tokens(config, gpu, length), engine.max_num_seqs * length)
+    weights = shape.parameters * width // parallel
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
     workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
     slots = f"adapter slots ({live_adapters(config.train.staleness)})"
     items = [
-        Item("engine weights", shape.parameters * width // parallel, "engine.tensor_parallel"),
+        Item("engine weights", weights, "engine.tensor_parallel" if on_gpu else "model.path"),
         Item(slots, _slot_bytes(config, shape, parallel, width), "learner.lora_rank"),
         Item("workspace of a forward pass", workspace, "engine.max_num_seqs"),
     ]
