@@ -63,6 +63,21 @@ def test_an_option_without_an_effect_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        ("write-back", "Missing DIR, --to, --url."),
+        ("write-back judged", "Missing --to, --url."),
+        ("write-back judged --to otlp", "Missing option '--url'."),
+        ("rubric author", "Missing config, --out."),
+    ],
+)
+def test_all_that_is_missing_is_named_at_once(words: str, missing: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words.split())
+    assert missing in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["judge", "traces", "--judge", ""], "an argument after --judge is empty"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 
 from draco_ray.config.load import setting_names
 from draco_ray.errors import ConfigError, DamagedRun
@@ -50,6 +51,20 @@ KeyVariable = Annotated[
 ]
 
 
+class _Command(TyperCommand):
+    """A command that names all missing arguments and options at once; Typer's own names the first one."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, [*args])
+        except typer.BadParameter:
+            read = self.make_context(ctx.info_name, [*args], ctx.parent, resilient_parsing=True)
+            missing = [_shown(each) for each in self.params if each.required and not _typed(read, each)]
+            if len(missing) > 1:
+                ctx.fail(f"Missing {', '.join(missing)}.")
+            raise
+
+
 class Commands(typer.Typer):
     """Commands whose options are described once, under ``Args:`` of the function's docstring.
 
@@ -57,7 +72,7 @@ class Commands(typer.Typer):
     """
 
     def command(self, *names: Any, **settings: Any) -> Callable[[CommandT], CommandT]:
-        register = super().command(*names, **settings)
+        register = super().command(*names, **{"cls": _Command} | settings)
         return lambda function: register(_described(function))
 
 
@@ -92,13 +107,20 @@ def options_of(made: Callable[..., ResultT], options: Mapping[str, Any], **other
 def check_no_effect(context: typer.Context, why: str, *names: str) -> None:
     """Refuse options that were typed although they have no effect. Raises: ConfigError."""
 
-    typed = [
-        each.opts[0] if each.param_type_name == "option" else "KEY=VALUE"
-        for each in context.command.params
-        if each.name in names and getattr(context.get_parameter_source(each.name), "name", "") == "COMMANDLINE"
-    ]
+    typed = [_shown(each) for each in context.command.params if each.name in names and _typed(context, each)]
     if typed:
         raise ConfigError(f"{', '.join(typed)}: no effect {why}")
+
+
+def _typed(context: Any, parameter: Any) -> bool:
+    """Whether a parameter is on the command line."""
+    return getattr(context.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
+
+
+def _shown(parameter: Any) -> str:
+    """A parameter's name in messages: ``--out``, or an argument's as in the usage line."""
+    option = parameter.param_type_name == "option"
+    return str(parameter.opts[0] if option else parameter.metavar or parameter.name)
 
 
 def parse_phase(name: str) -> str:
