@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import time
@@ -101,26 +102,34 @@ TARGETS = {
 }
 
 
-def write_back(judged: Path, target: str, url: str) -> None:
+def write_back(judged: Path, target: str, url: str, *, dry_run: bool) -> None:
     """Send the verdicts of a judgement.
 
     Args:
         judged: directory of `draco judge`, or its judged.jsonl.
         target: one of `TARGETS`.
         url: address of the service, without the API's path.
+        dry_run: print the requests instead of sending them.
 
     Raises:
         ConfigError: an unknown target, no judgement, a missing key, or a service that refuses.
     """
     if target not in TARGETS:
         raise ConfigError(f"--to {target}: expected one of {', '.join(TARGETS)}")
-    lines, sent = read_lines(judged, "draco write-back"), 0
+    lines = read_lines(judged, "draco write-back")
     path, record, body, batch = TARGETS[target]
     records = list(map(record, scores(lines)))
+    bodies = [body(records[start : start + batch]) for start in range(0, len(records), batch)]
+    scored = f"{counted(len(records), 'score')} of {counted(len(lines), 'trace')}"
+    if dry_run:
+        for each in bodies:
+            console.print(f"POST {url}{path} {json.dumps(each, ensure_ascii=False)}")
+        console.print(f"{scored} not written to {target}: {counted(len(bodies), 'request')} without --dry-run")
+        return
     with httpx.Client(base_url=url, timeout=30.0, **_key(target)) as client:
-        for start in range(0, len(records), batch):
+        for sent, each in enumerate(bodies):
             try:
-                reply = client.post(path, json=body(records[start : start + batch]))
+                reply = client.post(path, json=each)
             except httpx.HTTPError as error:
                 raise ConfigError(
                     f"{target} at {url}: {type(error).__name__}: {error}; requests sent before: {sent}"
@@ -130,9 +139,7 @@ def write_back(judged: Path, target: str, url: str) -> None:
                 raise ConfigError(
                     f"{target} at {url}{path}: status {reply.status_code}: {said}; requests sent before: {sent}"
                 )
-            sent += 1
-    written = f"{counted(len(records), 'score')} of {counted(len(lines), 'trace')}"
-    console.print(f"{written} written to {target} in {counted(sent, 'request')}")
+    console.print(f"{scored} written to {target} in {counted(len(bodies), 'request')}")
 
 
 def _key(target: str) -> dict[str, Any]:

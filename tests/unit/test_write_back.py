@@ -104,6 +104,19 @@ def test_opentelemetry_has_evaluation_events_within_the_trace(judged: Path, serv
     assert said["gen_ai.evaluation.score.label"] == {"stringValue": "fail"}
 
 
+def test_a_dry_run_prints_the_requests_and_sends_nothing(
+    judged: Path, service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LANGFUSE_PUBLIC_KEY", raising=False)
+    with pytest.raises(SystemExit, match="0"):
+        main(["write-back", str(judged), "--to", "langfuse", "--url", service.url, "--dry-run"])
+    *requests, end = capsys.readouterr().out.splitlines()
+    assert end == "3 scores of 1 trace not written to langfuse: 3 requests without --dry-run"
+    bodies = [json.loads(line.removeprefix(f"POST {service.url}/api/public/scores ")) for line in requests]
+    assert [body["name"] for body in bodies] == ["pass share", "Books it", "Asks first"]
+    assert service.posted == []
+
+
 @pytest.mark.parametrize(
     ("to", "said"), [("langsmith", "expected one of langfuse, phoenix, otlp"), ("langfuse", "set LANGFUSE_PUBLIC_KEY")]
 )

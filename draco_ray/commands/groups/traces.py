@@ -84,18 +84,23 @@ def judge(
         raise typer.Exit(code)
 
 
-@app.command(name="write-back", epilog="Try:  draco write-back judged --to langfuse --url https://cloud.langfuse.com")
-def write_back(judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: str, url: str) -> None:
+@app.command(
+    name="write-back", epilog="Try:  draco write-back judged --to langfuse --url https://cloud.langfuse.com --dry-run"
+)
+def write_back(
+    judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: str, url: str, dry_run: bool = False
+) -> None:
     """Write verdicts back to the tracing service that the traces came from, as scores that name the blamed steps.
 
     Args:
         judged: Directory of draco judge, or its judged.jsonl.
         to: langfuse, phoenix, or otlp (OpenTelemetry's evaluation events).
         url: Address of the service, without the API's path.
+        dry_run: Print the requests; send nothing.
     """
     from draco_ray.commands.write_back import write_back as send
 
-    send(judged, to, url)
+    send(judged, to, url, dry_run=dry_run)
 
 
 def _recorded(paths: list[str], judge: str | None) -> str:
