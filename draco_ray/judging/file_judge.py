@@ -15,10 +15,12 @@ import json
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
+from draco_ray.judging.reply import TAG
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 NAMED = 20
-"""Most further prompts that such a message names."""
+"""Maximum number of prompts in a list of such a message."""
 RECORDED = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -39,6 +41,8 @@ class FileJudge:
     def __init__(self, directory: Path, model: str) -> None:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
         self._directory, self._model = directory, model
+        self._asked: set[str] = set()
+        """Keys of its questions."""
         self._waiting: set[str] = set()
         self._announced: set[str] = set()
         self._reminded = time.monotonic()
@@ -50,6 +54,7 @@ class FileJudge:
             StoreError: the directory cannot be used, or is a recording without this reply.
         """
         started, clock = time.time(), time.perf_counter()
+        self._asked.add(_key(request))
         try:
             name, answered = await asyncio.to_thread(self._write, request)
             text = await self._reply(name)
@@ -57,6 +62,8 @@ class FileJudge:
             raise StoreError(f"judge {self._model}: {error}") from None
         except UnicodeDecodeError as error:
             raise StoreError(f"judge {self._model}: {name}{REPLY}: {error}; expected UTF-8") from None
+        if not answered and TAG not in text and TAG in request.messages[0].content:
+            log.warning("%s%s has no %s: if it answers another prompt, nobody notices", name, REPLY, TAG)
         return Completion(
             text=text,
             finish_reason="stop",
@@ -120,6 +127,13 @@ class FileJudge:
         found = (path for ending in (REPLY, PROMPT) for path in self._directory.glob(f"[0-9]*-{key}{ending}"))
         return next((path.name.partition(".")[0] for path in found), None)
 
+    def _not_asked(self) -> Iterator[str]:
+        """Prompts without a reply that this judge has not asked: those of other processes and of earlier commands."""
+        for prompt in self._directory.glob(f"[0-9]*{PROMPT}"):
+            name = prompt.name.removesuffix(PROMPT)
+            if name.rpartition("-")[2] not in self._asked and not prompt.with_name(f"{name}{REPLY}").exists():
+                yield name
+
     @property
     def _recorded(self) -> bool:
         return (self._directory / RECORDED).exists()
@@ -149,11 +163,17 @@ class FileJudge:
         first = self._directory / name
         log.warning("%s: read %s%s, then write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
         if others:
-            log.warning("then likewise: %s%s", ", ".join(others[:NAMED]), ", ..." if others[NAMED:] else "")
+            log.warning("then likewise: %s", _listed(others))
+        if idle := sorted(self._not_asked()):
+            log.warning("this command does not wait for replies to: %s", _listed(idle))
         for name in sorted(self._waiting):
             for stray in self._directory.glob(f"{name}*"):
                 if stray.name.removeprefix(name) not in (PROMPT, SCHEMA, REPLY, f"{REPLY}.refused"):
                     log.warning("%s is ignored; the reply is read from %s%s", stray, name, REPLY)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:NAMED]) + (", ..." if names[NAMED:] else "")
 
 
 def _count(prompts: int) -> str:

@@ -22,6 +22,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import other
 from draco_ray.judging.reply_cache import FILE, read_book
+from draco_ray.judging.structured import with_tag
 from draco_ray.records import Message
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
@@ -122,6 +123,22 @@ async def test_all_waiting_prompts_and_refused_replies_are_named(
     await judge.forget(request("Grade 0."))
     assert caplog.messages[-1].startswith("a reply could not be used and is now ")
     assert caplog.messages[-1].endswith(f"{REPLY}.refused")
+
+
+async def test_what_an_earlier_command_asked_and_a_reply_without_its_tag_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped = asyncio.create_task(FileJudge(tmp_path, "files:d")(request("Grade the old trace.")))
+    (old,) = await written(tmp_path, 1)
+    stopped.cancel()
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request(with_tag("Grade the new trace."))))
+    prompts = await written(tmp_path, 2)
+    await asyncio.to_thread(_until, lambda: len(caplog.messages) > 1)
+    assert caplog.messages[1] == f"this command does not wait for replies to: {old.name.removesuffix(PROMPT)}"
+    reply = prompts[1].with_name(prompts[1].name.replace(PROMPT, REPLY))
+    reply.write_text('{"entries": []}')
+    await waiting
+    assert caplog.messages[-1] == f"{reply.name} has no request_tag: if it answers another prompt, nobody notices"
 
 
 def _until(seen: Callable[[], bool]) -> None:
