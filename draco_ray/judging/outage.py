@@ -203,7 +203,7 @@ class Outage:
             self._logged_until = self._paused_until
             asked = f"; it asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
-                "%s does not answer (%s%s): judging is paused, no rollout is dropped; next try in %s, the run stops "
+                "%s does not answer (%s%s): judging is paused until it does; next try in %s, the run stops "
                 "in %s (judge.max_outage_seconds=%g)",
                 *(self._who, reason, asked, span(pause), span(max(0.0, ends - now)), self._max_seconds),
             )

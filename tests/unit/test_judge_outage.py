@@ -99,7 +99,7 @@ def test_an_outage_is_logged_with_its_long_waits_and_its_end(caplog: pytest.LogC
     now = down(outage, 0.0, rounds=5)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        "judge openai/x at http://h/v1 does not answer (503 overloaded): judging is paused, no rollout is"
+        "judge openai/x at http://h/v1 does not answer (503 overloaded): judging is paused until it does"
     )
     assert "judge.max_outage_seconds=3600" in line
     # Waits of half a minute and more are logged when they begin.
@@ -132,7 +132,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     down(outage, 7.0, rounds=1)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "judge m does not answer (503 overloaded): judging is paused, no rollout is dropped; next try in 8 s, the run "
+        "judge m does not answer (503 overloaded): judging is paused until it does; next try in 8 s, the run "
         "stops in 9 min 53 s (judge.max_outage_seconds=600)"
     )
     assert outage.pause(20.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=11.0, gives_up=580.0)
