@@ -363,7 +363,7 @@ def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch
     share = DISCOUNT if batch else 1.0
     money = "price unknown" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
-    if judge.files is not None:
+    if judge.files is not None or judge.model == RULES:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     beside = " and without jury and strong judge" if judge.jury or judge.strong else ""
     enough = "" if batch or beside or not total.budget else f"; --budget {total.budget:.2f} should be enough"
