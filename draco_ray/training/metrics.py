@@ -130,7 +130,8 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
 def solved(group: Group, group_size: int) -> bool:
     """Whether no rollout of a task failed a criterion, so that nothing is left to learn from it."""
     reward = group.reward
-    if reward is None or reward.surviving or len(reward.scored) < group_size:
+    # Which criteria survive depends on the rule, so count the verdicts.
+    if reward is None or reward.passed < reward.applicable or len(reward.scored) < group_size:
         return False
     # The union drops criteria that all pass. If no criterion of a fixed rubric applies, nothing is known.
     return reward.criteria == 0 or reward.applicable > 0

@@ -227,7 +227,10 @@ def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> 
         return found
 
     assert solved(group(), 2)
-    assert not solved(group(surviving=(1,)), 2)
+    assert not solved(group(surviving=(1,), passed=1), 2)
+    # What all fail survives mixed_only no more than what all pass; with no_dropout everything survives.
+    assert not solved(group(passed=0), 2)
+    assert solved(group(surviving=(0, 1)), 2)
     assert solved(group(criteria=0, applicable=0, passed=0), 2)
     assert not solved(group(applicable=0, passed=0), 2)
     # Of whom nothing is known may have failed.
