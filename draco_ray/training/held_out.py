@@ -147,6 +147,12 @@ def on_the_same_tasks(
     return [each for each in before if each.task_id in both], [each for each in after if each.task_id in both], of
 
 
+def is_complete(known: Sequence[JudgedRollout], tasks: Sequence[str], config: DracoConfig) -> bool:
+    """Whether every rollout of these tasks has been judged; of a run that was killed meanwhile only some have been."""
+    wanted = {(task, run) for task in tasks for run in range(config.train.evaluation_runs)}
+    return {(each.task_id, each.run) for each in known} == wanted
+
+
 @dataclass(frozen=True, slots=True)
 class ScoreAgain(Score):
     """`Score` with a cache scope of its own, so that the reply to the first scoring is not reused."""
@@ -169,9 +175,7 @@ class JudgedBeforeAfter(HeldOutTasks):
         """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
         tasks, split = self.tasks(), self.config.data.eval_split
         known = read_judged(self.run).get((step, split), [])
-        wanted = {(task.task_id, run) for task in tasks for run in range(self.config.train.evaluation_runs)}
-        # If the run was killed while measuring, only some of the results exist.
-        if step >= done and {(each.task_id, each.run) for each in known} != wanted:
+        if step >= done and not is_complete(known, [task.task_id for task in tasks], self.config):
             return await self._judge(step, tasks)
         # For an earlier policy only stored results exist, whichever tasks were held out at the time.
         return known or None

@@ -19,7 +19,7 @@ from rich.console import Console
 from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.environments.base import make_environment
+from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
@@ -31,6 +31,7 @@ from draco_ray.runs.remote.place import Place, begun, place_at, place_of, workin
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse
 from draco_ray.training.cluster import head_failure
+from draco_ray.training.held_out import is_complete
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
     PROMPTS,
@@ -217,8 +218,13 @@ def _held_out(config: DracoConfig) -> str | None:
     """A digest of the held-out tasks and of what is expected of them; None if they are not measured."""
     if not config.train.evaluate_before_after:
         return None
+    environment, tasks = _held_out_tasks(config)
+    return environment.digest(tasks)
+
+
+def _held_out_tasks(config: DracoConfig) -> tuple[Environment, list[str]]:
     environment = make_environment(config.environment, config.data)
-    return environment.digest(environment.tasks(config.data.eval_split)[: config.data.eval_tasks])
+    return environment, environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:
@@ -228,8 +234,12 @@ def _steps(config: DracoConfig, order: TaskOrder) -> int:
 
 def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:
     """Whether the evaluation after the last step is done or disabled."""
-    measured = read_evaluations(run).keys() | read_judged(run).keys()
-    return not config.train.evaluate_before_after or (step, config.data.eval_split) in measured
+    if not config.train.evaluate_before_after:
+        return True
+    (environment, tasks), policy = _held_out_tasks(config), (step, config.data.eval_split)
+    if environment.evaluates:
+        return policy in read_evaluations(run)
+    return is_complete(read_judged(run).get(policy, []), tasks, config)
 
 
 def _train(

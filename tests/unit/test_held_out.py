@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from draco_ray.config.load import load_config
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.records import JudgedRollout
+from draco_ray.runs import rows
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.store import RunStore
 from draco_ray.training import held_out, session
+from draco_ray.training import run as driver
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from tests.support.evaluations import a_result
 
@@ -65,6 +69,22 @@ async def test_what_was_judged_of_a_policy_that_is_gone_stays_when_other_tasks_a
     assert await judged.measure(3, 3) == new
     # As many as there were, and of another task.
     assert await judged.measure(0, 0) == new
+
+
+def test_a_run_killed_while_its_last_policy_is_judged_is_not_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config("sandbox", ["train.evaluate_before_after=true", "train.evaluation_runs=2"])
+    run = RunDirectory.create(tmp_path / "run", dump_config(config))
+    split = config.data.eval_split
+    environment = SimpleNamespace(evaluates=False, tasks=lambda split: ["a"])
+    monkeypatch.setattr(driver, "make_environment", lambda *_: environment)
+    for number, finished in enumerate((False, True)):
+        judged = JudgedRollout(task_id="a", run=number, verdicts=(1,))
+        RunStore(run).write("heldout_verdicts", 3, f"{split}-a-{number}", [rows.heldout_row(3, split, judged, ())])
+        assert driver._measured(run, config, 3) == finished
+    assert not driver._measured(run, config, 4)
+    assert driver._measured(run, load_config("sandbox", ["train.evaluate_before_after=false"]), 4)
 
 
 def test_held_out_tasks_that_lose_the_beginning_of_their_prompt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
