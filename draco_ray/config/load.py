@@ -66,7 +66,7 @@ def load_config(
         source: a preset's name (see `preset_names`), a YAML file, a run directory, or a nested mapping; None: the
             paper's defaults. If a preset takes an argument, add it after a colon, ``NAME:VALUE``.
         overrides: ``dotted.key=value``; the value is read as YAML.
-        setting: a setting's name (see `setting_names`).
+        setting: a setting's name (see `setting_names`); ``setting=NAME`` in the overrides is the same.
         trust: accept every key even from another user's run directory. Otherwise keys that start a program, send an API
             key or prompts somewhere, weaken the jail or name a place to write must be given as overrides. Reading a run
             needs no trust; acting on its configuration does.
@@ -80,11 +80,14 @@ def load_config(
     elif source is not None:
         source, argument = _argument(source)
         layers += [*_read(source), _Layer(argument)]
-    if setting is not None:
-        layers.append(_Layer(_read_setting(setting)))
     typed: dict[str, Any] = {}
     for words in overrides:
         _merge(typed, parse_override(words))
+    if typed.get("setting") in setting_names():
+        # A run with this name and without the setting's keys would be taken for another in every table.
+        setting = typed["setting"]
+    if setting is not None:
+        layers.append(_Layer(_read_setting(setting)))
     layers.append(_Layer(typed))
     tree: dict[str, Any] = {}
     for layer in layers:

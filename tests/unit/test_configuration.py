@@ -73,6 +73,16 @@ def test_the_resolved_configuration_reads_back(tmp_path: Path) -> None:
     assert load_config(str(tmp_path)) == config, "a run directory is a source too"
 
 
+def test_a_setting_that_is_typed_as_a_key_sets_its_keys_and_not_only_its_name() -> None:
+    typed, asked = load_config("sandbox", ["setting=no-credit"]), load_config("sandbox", [], "no-credit")
+    assert typed == asked
+    assert typed.algorithm.rule == "grpo"
+    # What else is typed still wins, and other names are only names.
+    assert load_config("sandbox", ["setting=no-credit", "algorithm.rule=no_std"]).algorithm.rule == "no_std"
+    mine = load_config("sandbox", ["setting=mine"], "no-credit")
+    assert (mine.setting, mine.algorithm) == ("mine", asked.algorithm)
+
+
 @pytest.mark.parametrize("name", preset_names())
 @pytest.mark.parametrize("setting", [None, *setting_names()])
 def test_every_preset_loads_with_every_setting(name: str, setting: str | None) -> None:

@@ -61,7 +61,7 @@ async def test_the_run_store_that_does_not_take_a_rollout_is_named() -> None:
     rollouts: Any = SimpleNamespace(run=play)
     judges: Any = None
     pipeline = Pipeline(
-        algorithm.model_copy(update={"group_size": 1, "reward": "random"}),
+        algorithm.model_copy(update={"group_size": 1}),
         rollouts,
         judges,
         None,
