@@ -204,7 +204,9 @@ def k3_estimates(log_ratio_V: Tensor) -> Tensor:
 
 def log_ratio_histogram(log_ratio_V: Tensor) -> Tensor:
     """Number of log-ratios in each of `HISTOGRAM_BINS` bins; histograms of disjoint sets of tokens can be added."""
-    share_V = (log_ratio_V.clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND) + HISTOGRAM_BOUND) / (2 * HISTOGRAM_BOUND)
+    # Of broken log-probs the update is skipped; counting them must not fail before.
+    bounded_V = log_ratio_V.nan_to_num(nan=HISTOGRAM_BOUND).clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND)
+    share_V = (bounded_V + HISTOGRAM_BOUND) / (2 * HISTOGRAM_BOUND)
     bin_V = (share_V * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1)
     return torch.bincount(bin_V, minlength=HISTOGRAM_BINS).to(torch.float32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -160,7 +161,8 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         **{name: mean(name) for name in UPDATE_MEANS},
         "engine_ratio_min": min((update.engine_ratio_min for update in updates), default=None),
         "engine_ratio_max": max((update.engine_ratio_max for update in updates), default=None),
-        "grad_norm": max((update.grad_norm for update in updates), default=None),
+        # The norm of a skipped update may be NaN, which compares with nothing.
+        "grad_norm": max((update.grad_norm for update in updates if not math.isnan(update.grad_norm)), default=None),
     }
 
 

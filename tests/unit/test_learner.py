@@ -361,6 +361,18 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_said(model: ModelConfig) -
     assert learner.step().skipped is None
 
 
+def test_log_probs_that_are_not_finite_do_not_end_the_learner(model: ModelConfig) -> None:
+    learner, samples = make_learner(model), make_samples()
+    # The engine's are only compared where nothing is weighted by them.
+    unknown = [replace(each, logprob_T=np.full_like(each.logprob_T, np.nan)) for each in samples]
+    learner.accumulate(unknown)
+    assert learner.step().skipped is None
+    with torch.no_grad():
+        learner.policy.parameters[0][0] = float("nan")
+    learner.accumulate(samples)
+    assert learner.step().skipped == "gradient norm is nan"
+
+
 def test_an_update_of_nothing_is_skipped(model: ModelConfig) -> None:
     learner = make_learner(model)
     before = weights(learner)

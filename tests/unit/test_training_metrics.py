@@ -138,6 +138,9 @@ def test_updates_are_weighted_by_their_tokens() -> None:
     assert metrics["kl"] == pytest.approx(0.3)
     assert metrics["grad_norm"] == 2.0
     assert (metrics["updates"], metrics["updates_skipped"]) == (1, ["norm is nan"])
+    broken = an_update(100, kl=0.0, grad_norm=float("nan"), skipped="norm is nan")
+    assert update_metrics([broken, an_update(100, kl=0.0, grad_norm=2.0)])["grad_norm"] == 2.0
+    assert update_metrics([broken])["grad_norm"] is None
 
 
 def test_spans_name_every_stage(groups: list[Group]) -> None:
