@@ -555,7 +555,13 @@ class Trainer:
                 began = time.monotonic()
                 metrics = await self._in_time(self._step(step, last), f"step {step}")
                 self.console.print(step_line(metrics, last))
-                self._watchdog.check_drift(metrics, self.console.print)
+                try:
+                    self._watchdog.check_drift(metrics, self.console.print)
+                except RunStopped:
+                    # Resumed from an earlier checkpoint, the run would stop at this step again.
+                    if step % self.config.train.checkpoint_every and step < last:
+                        await self._checkpoint(step)
+                    raise
                 if step == first < last:
                     left = span((last - step) * (time.monotonic() - began))
                     self.console.print(f"{last - step} steps left, about {left} at this rate")

@@ -22,7 +22,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, ModelConfig
 from draco_ray.engine.canary import CanaryReading, Probe
 from draco_ray.engine.vllm_engine import VllmEngine
-from draco_ray.errors import CanaryFailed, ConfigError, EngineError
+from draco_ray.errors import CanaryFailed, ConfigError, EngineError, RunStopped
 from draco_ray.learner.base import LEARNERS, find_learner
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
@@ -222,6 +222,25 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
         assert (line["step"], line["updates"]) == (step, 2)
         assert line["seconds"] > 0
         assert {"learning", "sync", "checkpoint"} <= set(run.table("spans", step).column("stage").to_pylist())
+
+
+async def test_a_run_that_a_drift_stops_between_two_checkpoints_goes_on_behind_that_step(
+    config: DracoConfig, tmp_path: Path
+) -> None:
+    """Otherwise the step would be repeated, and stop the run again, for ever."""
+    config = config.updated(train={"checkpoint_every": 5}, watch={"drift": "stop"})
+    run = RunDirectory.create(tmp_path / "run", dump_config(config))
+    trainer = await trainer_of(config, Engine(config), run)
+    finish = trainer.store.finish_step.remote
+
+    def drifted(step: int, metrics: dict[str, Any]) -> Any:
+        metrics |= {"fall_significant": 1, "fall": 0.4, "fall_low": 0.3, "fall_high": 0.5}
+        return finish(step, metrics)
+
+    trainer.store.finish_step = SimpleNamespace(remote=drifted)
+    with pytest.raises(RunStopped, match=r"watch\.drift=stop"):
+        await trainer.train(1, 3)
+    assert rewind(run, reuse=True).step == 1
 
 
 async def test_an_engine_that_rounds_by_more_than_the_tolerance_is_no_reason_to_stop(
