@@ -126,17 +126,18 @@ class PaidCalls:
         self._store = store
         self._requests_name = requests_name
 
-    def rows(self, step: int, key: str, calls: Iterable[JudgeCall]) -> list[Row]:
-        """Rows for the calls of a judge phase that is recorded under ``key``.
+    def rows(self, step: int, key: str, calls: Iterable[JudgeCall], table: str = "judge_calls") -> list[Row]:
+        """Rows for the calls of a judge phase that is recorded under ``key`` of ``table``.
 
-        A cached reply that was paid for earlier in this step keeps its first row.
+        A cached reply that was paid for earlier in this step keeps its first row. After the rows of ``calls`` come those
+        of calls that an earlier process paid for and that are not repeated.
         """
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
-        if all(row["requests"] for row in made):
-            return made
-        earlier = part_rows(self._store.directory, "judge_calls", step, key)
+        earlier = part_rows(self._store.directory, table, step, key)
         paid = {(row["prompt"], row["reply"]): row for row in earlier}
-        return [row if row["requests"] else paid.get((row["prompt"], row["reply"]), row) for row in made]
+        made = [row if row["requests"] else paid.get((row["prompt"], row["reply"]), row) for row in made]
+        known = {row["call_id"] for row in made}
+        return [*made, *(row for row in earlier if row["call_id"] not in known)]
 
     @cached_property
     def _recorded(self) -> set[str]:

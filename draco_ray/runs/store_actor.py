@@ -99,7 +99,7 @@ class RunStoreActor:
 
     def heldout_calls(self, step: int, key: str, judged: Judged[Any]) -> None:
         """Keep judge calls about a held-out task."""
-        self._write("heldout_calls", step, key, self._paid.rows(step, f"heldout-{key}", judged.calls))
+        self._write("heldout_calls", step, key, self._paid.rows(step, key, judged.calls, "heldout_calls"))
 
     def heldout(
         self,

@@ -191,10 +191,10 @@ class JudgingRun:
             write("advantages", step, key, rows.advantage_rows(step, task_id, state.advantages, tokens))
         calls = [rows.as_paid(call, self._booked) for call in state.calls]
         known = {call.call_id for call in calls}
-        # If a group is judged again, keep its earlier calls: they were paid for.
+        # If a group is judged again, keep its earlier calls behind the new ones: they were paid for.
         written = rows.part_rows(self.directory, "judge_calls", step, key)
         earlier = [row for row in written if row["call_id"] not in known]
-        write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
+        write("judge_calls", step, key, [*rows.call_rows(step, calls), *earlier])
         write("groups", step, key, [{"training_step": step, "task_id": task_id, **state.row}])
 
 

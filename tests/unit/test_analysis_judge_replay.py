@@ -42,6 +42,9 @@ RUBRIC = [
 RECORDED = ((Verdict.PASS, Verdict.PASS), (Verdict.FAIL, Verdict.FAIL))
 
 
+UNUSED = "of another rollout"
+
+
 def call(phase: str, rollout: int, prompt: str) -> JudgeCall:
     return JudgeCall(
         call_id=f"{phase}-{rollout}-{len(prompt)}",
@@ -82,6 +85,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
             call("score", rollout, score + "\n\n[REPLY]\nno\n\n[ASKED AGAIN]\nagain"),
             call("score", rollout, score),
             call("credit", rollout, Credit(trajectory, RUBRIC[:1], scores[:1]).prompt(prompts)),
+            # Paid for, about a rollout that was played again.
+            call("score", rollout, UNUSED),
         ]
         store.write("judge_calls", 1, key, rows.call_rows(1, calls))
     store.finish_step(1, {"step": 1})
@@ -129,7 +134,9 @@ async def test_the_first_prompt_is_sent_verbatim_and_once(run: RunDirectory) -> 
     table = await replay(run, judge, calls, "other")
     archive = run.table("judge_calls").to_pylist()
     assert sorted(judge.prompts) == sorted(
-        row["prompt"] for row in archive if row["phase"] == "score" and "[ASKED AGAIN]" not in row["prompt"]
+        row["prompt"]
+        for row in archive
+        if row["phase"] == "score" and "[ASKED AGAIN]" not in row["prompt"] and row["prompt"] != UNUSED
     )
     assert [(row["reference"], row["verdict"]) for row in table.to_pylist()] == [(1, 1), (1, 1), (-1, 1), (-1, 1)]
     assert sum(row["dollars"] for row in table.to_pylist()) == pytest.approx(0.04)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.records import JudgeCall, Paid
+from draco_ray.records import JudgeCall, Judged, Paid
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import PaidCalls, RunStore
+from draco_ray.runs.store_actor import RunStoreActor
 from tests.support.small_run import TASKS, a_call
 
 PAID = a_call("score", 1, TASKS[0], 0)
@@ -56,3 +57,21 @@ def test_a_phase_asked_again_in_its_step_keeps_its_first_record(store: RunStore)
 def test_what_another_run_paid_for_is_not_on_this_ones_books(store: RunStore) -> None:
     (row,) = PaidCalls(store, "this-run/").rows(1, "a", [replayed(PAID, "again")])
     assert (row["call_id"], row["dollars"]) == ("again", 0.0)
+
+
+def test_what_a_repeated_step_no_longer_asks_was_paid_for(store: RunStore) -> None:
+    """Of a run that went on with another configuration, or with rollouts that were played again."""
+    store.write("judge_calls", 1, "a", PaidCalls(store, "").rows(1, "a", [PAID]))
+    other = replace(PAID, call_id="other", prompt="of another rollout", reply="another")
+    for _ in range(2):
+        made = PaidCalls(store, "").rows(1, "a", [other])
+        store.write("judge_calls", 1, "a", made)
+        # The latest comes first, for whoever looks for the answer that was used.
+        assert [row["call_id"] for row in made] == ["other", PAID.call_id]
+
+
+def test_an_interrupted_evaluation_that_is_judged_again_keeps_what_it_cost(store: RunStore) -> None:
+    for call in (PAID, replayed(PAID, "again-1"), replayed(PAID, "again-2")):
+        actor = RunStoreActor(store.directory.path)
+        actor.heldout_calls(0, f"{TASKS[0]}-score-0", Judged(value=None, calls=(call,)))
+        assert store.directory.table("heldout_calls", 0, ["dollars"]).column("dollars").to_pylist() == [PAID.dollars]

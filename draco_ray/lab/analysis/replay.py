@@ -129,8 +129,9 @@ def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row
 
 
 def first_prompt(calls: Sequence[Row]) -> str:
-    """The first prompt of a call and its retries: the shortest, as the prompt of a retry contains the first."""
-    return min((str(call["prompt"]) for call in calls), key=len)
+    """The first prompt of the call whose answer was used: the shortest with which that call's prompt begins."""
+    used = next((str(call["prompt"]) for call in calls if call["error"] is None), "")
+    return min((prompt for call in calls if used.startswith(prompt := str(call["prompt"]))), key=len)
 
 
 async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:

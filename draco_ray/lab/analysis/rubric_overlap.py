@@ -103,7 +103,7 @@ def writing_calls(
                     rollout=rollout,
                     phase=phase,
                     prompt=first_prompt(calls[key]),
-                    reference=_parsed(replies[-1], phase, existing, config),
+                    reference=_parsed(replies[0], phase, existing, config),
                     existing=existing,
                 )
             )
