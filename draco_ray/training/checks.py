@@ -65,8 +65,11 @@ def check_environment(start: Start) -> None:
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
         config = _without_evaluator(config, start.console)
-    if config.train.evaluate_before_after:
-        environment.tasks(config.data.eval_split)
+    if config.train.evaluate_before_after and not environment.tasks(config.data.eval_split):
+        raise ConfigError(
+            f"data.eval_split={config.data.eval_split}: environment.use={config.environment.use} has no task in it; "
+            "name another split, or set train.evaluate_before_after=false"
+        )
     start.config, start.environment = config, environment
 
 

@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
+from draco_ray.errors import ConfigError
 from draco_ray.records import JudgedRollout
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from draco_ray.training import held_out, session
+from draco_ray.training import checks, held_out, session
 from draco_ray.training import run as driver
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from tests.support.evaluations import a_result
@@ -85,6 +86,16 @@ def test_a_run_killed_while_its_last_policy_is_judged_is_not_finished(
         assert driver._measured(run, config, 3) == finished
     assert not driver._measured(run, config, 4)
     assert driver._measured(run, load_config("sandbox", ["train.evaluate_before_after=false"]), 4)
+
+
+def test_a_split_without_a_task_is_refused_and_not_measured_as_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = SimpleNamespace(evaluates=True, tasks=lambda split: ["a"] if split == "train" else [])
+    config = load_config("sandbox")
+    monkeypatch.setattr(checks, "with_environment", lambda config: (config, environment))
+    with pytest.raises(ConfigError, match=rf"data.eval_split={config.data.eval_split}: .* has no task in it"):
+        checks.check_environment(checks.Start(config, Console(quiet=True)))
+    untested = config.updated(train={"evaluate_before_after": False})
+    checks.check_environment(checks.Start(untested, Console(quiet=True)))
 
 
 def test_held_out_tasks_that_lose_the_beginning_of_their_prompt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
