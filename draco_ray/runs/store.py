@@ -129,8 +129,8 @@ class PaidCalls:
     def rows(self, step: int, key: str, calls: Iterable[JudgeCall], table: str = "judge_calls") -> list[Row]:
         """Rows for the calls of a judge phase that is recorded under ``key`` of ``table``.
 
-        A cached reply that was paid for earlier in this step keeps its first row. After the rows of ``calls`` come those
-        of calls that an earlier process paid for and that are not repeated.
+        A cached reply that was paid for earlier in this step keeps its first row. Behind these rows are those of other
+        calls that an earlier process paid for.
         """
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
         earlier = part_rows(self._store.directory, table, step, key)
