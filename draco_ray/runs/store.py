@@ -34,8 +34,13 @@ class RunStore:
 
     def write(self, table: str, step: int, key: str, rows: Sequence[Row]) -> None:
         """Write rows of an unfinished step; writing the same key again replaces them."""
-        if rows:
-            self.write_table(table, step, key, pa.Table.from_pylist(list(rows), schema=TABLES[table]))
+        if not rows:
+            return
+        try:
+            made = pa.Table.from_pylist(list(rows), schema=TABLES[table])
+        except UnicodeEncodeError:
+            made = pa.Table.from_pylist(_encodable(rows), schema=TABLES[table])
+        self.write_table(table, step, key, made)
 
     def write_table(self, table: str, step: int, key: str, rows: pa.Table) -> None:
         """As `write`."""
@@ -70,6 +75,15 @@ class RunStore:
         # Rewrite the file: a killed writer may have written this step's line already.
         lines = [line for line in self.directory.metrics() if line["step"] != step] + [dict(metrics)]
         write_private(self.directory.metrics_file, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _encodable(value: Any) -> Any:
+    """A value without lone surrogates: errors and requirements may quote what the policy wrote."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, Mapping):
+        return {key: _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import tracemalloc
@@ -33,6 +34,7 @@ from draco_ray.records import (
     Turn,
     Verdict,
 )
+from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, write_part
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
@@ -482,3 +484,14 @@ def test_some_columns_of_parts_do_not_hold_the_others_in_memory(store: RunStore)
         tracemalloc.stop()
     assert numbers.column("call_id").to_pylist() == ["c1"] * 3
     assert held < 100_000
+
+
+def test_half_a_character_in_an_error_or_a_requirement_is_stored(store: RunStore) -> None:
+    """The policy can write one, and an evaluator's requirement or a world's error may quote it."""
+    quoted = "the status is " + json.loads('"\\ud83d"')
+    failed = replace(an_evaluation("abc1234_1"), failures=(quoted,))
+    actor = RunStoreActor(store.directory.path)
+    actor.outcome(1, 0, Evaluated(evaluation=failed))
+    actor.trajectory(1, replace(a_trajectory(), error=quoted))
+    assert store.directory.table("outcomes", 1).column("failures").to_pylist() == [["the status is ?"]]
+    assert read_trajectory(store.directory, 1, "abc1234_1", 0).error == "the status is ?"
