@@ -148,8 +148,13 @@ class PaidCalls:
         """
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
         earlier = part_rows(self._store.directory, table, step, key)
-        paid = {(row["prompt"], row["reply"]): row for row in earlier}
-        made = [row if row["requests"] else paid.get((row["prompt"], row["reply"]), row) for row in made]
+        for index, row in enumerate(made):
+            asked = (row["prompt"], row["reply"])
+            first = next((each for each in earlier if asked == (each["prompt"], each["reply"])), None)
+            if not row["requests"] and first is not None:
+                # Taken only once: votes may have equal prompts and replies, and each was paid for.
+                made[index] = first
+                earlier.remove(first)
         known = {row["call_id"] for row in made}
         return [*made, *(row for row in earlier if row["call_id"] not in known)]
 

@@ -62,6 +62,7 @@ KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
     "judge_calls": ("task_id", "phase", "rollout"),
+    "heldout_calls": ("task_id", "phase", "rollout"),
 }
 """Tables whose rows a repeated step reuses, with the columns that name their parts; other tables are rewritten."""
 
@@ -304,7 +305,7 @@ def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
     for folder in (run.tables / name for name in TABLES):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
         # Judge calls were paid for, so they stay recorded even if the rollouts do not.
-        keep = folder.name == "judge_calls" or (reuse and folder.name in KEPT)
+        keep = folder.name in ("judge_calls", "heldout_calls") or (reuse and folder.name in KEPT)
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)
         elif gathered.exists():

@@ -11,6 +11,7 @@ from draco_ray.records import JudgeCall, Judged, Paid
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import PaidCalls, RunStore
 from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.training.resume import rewind
 from tests.support.small_run import TASKS, a_call
 
 PAID = a_call("score", 1, TASKS[0], 0)
@@ -68,6 +69,26 @@ def test_what_a_repeated_step_no_longer_asks_was_paid_for(store: RunStore) -> No
         store.write("judge_calls", 1, "a", made)
         # The latest comes first, for whoever looks for the answer that was used.
         assert [row["call_id"] for row in made] == ["other", PAID.call_id]
+
+
+def test_votes_with_equal_replies_are_on_the_books_once_each(store: RunStore) -> None:
+    votes = [replace(PAID, call_id=f"vote-{number}", dollars=number) for number in (1.0, 2.0, 3.0)]
+    store.write("judge_calls", 1, "a", PaidCalls(store, "").rows(1, "a", votes))
+    for again in range(2):
+        asked = [replayed(vote, f"again-{again}-{number}") for number, vote in enumerate(votes)]
+        made = PaidCalls(store, "").rows(1, "a", asked)
+        store.write("judge_calls", 1, "a", made)
+        assert [row["dollars"] for row in made] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_what_the_held_out_judge_cost_in_a_step_that_is_repeated_stays(store: RunStore, reuse: bool) -> None:
+    actor = RunStoreActor(store.directory.path)
+    actor.judged(1, TASKS[0], 0, "score", Judged(value=None, calls=(PAID,)))
+    actor.heldout_calls(1, f"{TASKS[0]}-held_out-0", Judged(value=None, calls=(replace(PAID, call_id="held-out"),)))
+    assert rewind(store.directory, reuse=reuse, learner="lora").step == 0
+    for table in ("judge_calls", "heldout_calls"):
+        assert store.directory.table(table, 1, ["dollars"]).column("dollars").to_pylist() == [PAID.dollars]
 
 
 def test_an_interrupted_evaluation_that_is_judged_again_keeps_what_it_cost(store: RunStore) -> None:
