@@ -84,6 +84,10 @@ def test_a_run_killed_while_its_last_policy_is_judged_is_not_finished(
         judged = JudgedRollout(task_id="a", run=number, verdicts=(1,))
         RunStore(run).write("heldout_verdicts", 3, f"{split}-a-{number}", [rows.heldout_row(3, split, judged, ())])
         assert driver._measured(run, config, 3) == finished
+    # Of a task that is held out no longer there are verdicts, too.
+    gone = JudgedRollout(task_id="gone", run=0, verdicts=(1,))
+    RunStore(run).write("heldout_verdicts", 3, f"{split}-gone-0", [rows.heldout_row(3, split, gone, ())])
+    assert driver._measured(run, config, 3)
     assert not driver._measured(run, config, 4)
     assert driver._measured(run, load_config("sandbox", ["train.evaluate_before_after=false"]), 4)
 
