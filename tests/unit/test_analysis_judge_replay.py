@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -87,8 +88,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
             call("credit", rollout, Credit(trajectory, RUBRIC[:1], scores[:1]).prompt(prompts)),
             # Paid for, about a rollout that was played again.
             call("score", rollout, UNUSED),
+            # Of an attempt that failed, and was needed no longer.
+            replace(call("score", 2, UNUSED), error="no JSON"),
         ]
         store.write("judge_calls", 1, key, rows.call_rows(1, calls))
+    store.write("verdicts", 1, "task_1-2", rows.verdict_rows(1, "task_1", 2, scores))
     store.finish_step(1, {"step": 1})
     return store.directory
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import html
+import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +21,8 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_result
-from tests.support.measured_run import evaluated_run, judged_run
-from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_trajectory, small_run, write_group
+from tests.support.measured_run import HELD_OUT, evaluated_run, judged_run
+from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, a_call, a_trajectory, small_run, write_group
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +89,12 @@ def test_every_measured_step_has_its_groups_and_a_point_with_an_interval(tmp_pat
 
 def test_rollouts_that_the_judge_scored_for_want_of_an_evaluator_are_in_the_page(tmp_path: Path) -> None:
     run = judged_run(tmp_path / "run")
+    # Before, about a rollout that was played again after a kill.
+    gone = a_call("score", 0, HELD_OUT, 0)
+    reply = json.dumps([{"rubric_index": 0, "rubric_title": "Polite", "score": 1, "justification": "Of the gone one."}])
+    gone = replace(gone, call_id="gone", prompt="Grade the gone run.", reply=reply, started_at=0.0)
+    kept = [*rows.part_rows(run, "heldout_calls", 0, f"{HELD_OUT}-score-0"), *rows.call_rows(0, [gone])]
+    RunStore(run).write("heldout_calls", 0, f"{HELD_OUT}-score-0", kept)
     inside = judged_run(run.path / "evaluations" / "last", steps=(2,))
     (inside.path / "evaluations").mkdir()
     before, *others = packed_judged(run)
@@ -104,7 +112,7 @@ def test_rollouts_that_the_judge_scored_for_want_of_an_evaluator_are_in_the_page
     }
     assert scored["outcome"] == {"success": 0.5, "judged": True}
     assert unscored["outcome"] == {"success": None, "judged": "no criterion"}
-    assert [call["phase"] for call in scored["calls"]] == ["score", "score"]
+    assert [call["phase"] for call in scored["calls"]] == ["score"] * 3
     assert [call["phase"] for call in data["calls"]] == ["stage1"]
     assert text(data, scored["turns"][0]["action"]) == CODE
     path = tmp_path / "report.html"

@@ -94,7 +94,8 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
         calls = [call for call in phase_calls(run, step, phases) if call["rollout"] is not None]
         for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
             answers = sorted(grouped(given[phase][task_id, rollout], "criterion").items())
-            if not answers or any((task_id, index) not in criteria for index, _ in answers):
+            prompt = first_prompt(asked)
+            if not (prompt and answers) or any((task_id, index) not in criteria for index, _ in answers):
                 continue
             made = steps_of.get((task_id, rollout), 0)
             about = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
@@ -113,7 +114,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
                 ArchivedCall(
                     training_step=step,
                     phase=phase,
-                    prompt=first_prompt(asked),
+                    prompt=prompt,
                     steps=made,
                     rubric=tuple(criteria[task_id, index] for index, _ in answers),
                     reference=tuple(reference),
@@ -129,9 +130,12 @@ def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row
 
 
 def first_prompt(calls: Sequence[Row]) -> str:
-    """The first prompt of the call whose answer was used: the shortest with which that call's prompt begins."""
+    """The first prompt of the call whose answer was used: the shortest with which that call's prompt begins.
+
+    Empty if no call was answered: what is recorded then needed none, and these calls are of an earlier attempt.
+    """
     used = next((str(call["prompt"]) for call in calls if call["error"] is None), "")
-    return min((prompt for call in calls if used.startswith(prompt := str(call["prompt"]))), key=len)
+    return min((prompt for call in calls if used.startswith(prompt := str(call["prompt"]))), key=len, default="")
 
 
 async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:

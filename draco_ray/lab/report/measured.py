@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from draco_ray.errors import ReplyError
 from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
+from draco_ray.lab.analysis.replay import first_prompt
 from draco_ray.lab.evaluation.policies import step_of
 from draco_ray.lab.report.groups import ROWS, PackedGroup, content, pack
 from draco_ray.lab.rows import grouped
@@ -102,10 +103,15 @@ def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], li
 
 
 def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row]) -> list[tuple[str, str]]:
-    """Evidence and justification of each verdict, from the first reply with this verdict; empty if none was kept."""
+    """Evidence and justification of each verdict, from the first reply with this verdict; empty if none was kept.
+
+    Replies about a rollout that was played again are not read: the prompts tell the two apart.
+    """
     rubric = [Criterion(title=title, description="", evaluator_instruction="") for title in titles]
     remarks = [("", "")] * len(verdicts)
     scored = [call for call in calls if call["phase"] == Score.name and call["reply"]]
+    asked = first_prompt(scored)
+    scored = [call for call in scored if call["prompt"].startswith(asked)]
     for call in sorted(scored, key=lambda call: call["started_at"], reverse=True):
         with contextlib.suppress(ReplyError):
             for place, entry in enumerate(parse_scores(call["reply"], rubric).value):
