@@ -278,7 +278,6 @@ def open_judge(settled: Plan) -> Meter:
         StoreError: replies cannot be stored.
     """
     judge = settled.config.judge
-    book = None if judge.cache is None else read_book(judge.cache)
     outage = Outage(
         max_seconds=judge.max_outage_seconds,
         max_backoff_seconds=judge.max_backoff_seconds,
@@ -286,8 +285,8 @@ def open_judge(settled: Plan) -> Meter:
     )
     limiter = Limiter(
         judge.limits,
-        spent=0.0 if book is None else math.fsum(book.settled.values()),
-        under_way=None if book is None else book.under_way,
+        # Unanswered requests of ended processes may have been billed, and nobody will settle them.
+        spent=0.0 if judge.cache is None else read_book(judge.cache).dollars,
         outage=outage,
     )
     cache = None if judge.cache is None else ReplyCache(judge.cache)

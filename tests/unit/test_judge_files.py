@@ -17,13 +17,14 @@ from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.errors import StoreError
+from draco_ray.errors import BudgetSpent, StoreError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import other
-from draco_ray.judging.reply_cache import FILE, read_book
+from draco_ray.judging.reply_cache import FILE, ReplyCache, read_book
 from draco_ray.judging.structured import with_tag
 from draco_ray.records import Message
+from draco_ray.traces.library import open_judge, plan
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
 from tests.support.scripted_judge_server import ScriptedJudgeServer
@@ -319,3 +320,13 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
         assert "$0.2500 of unanswered requests now count as not billed" in said("--release")
         assert read_book(cache).dollars == pytest.approx(spent)
         assert "stay reserved" not in said()
+
+
+async def test_unanswered_requests_that_leave_too_little_stop_the_command_instead_of_waiting_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    await ReplyCache(tmp_path).begin("killed-1", 0.9999)
+    meter = open_judge(plan("openai/gpt-5.4", config={"judge": {"cache": str(tmp_path)}}, budget=1.0))
+    with pytest.raises(BudgetSpent, match=r"\$0\.9999 of judge\.limits\.dollars=1 is spent"):
+        await asyncio.wait_for(meter.check(), 60)
