@@ -30,7 +30,8 @@ def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
     """
     file = path / LINES if path.is_dir() else path
     try:
-        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines: JSON may contain other line separators than \n.
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, ValueError) as error:
         raise ConfigError(f"{named} {file}: cannot be read: {' '.join(str(error).split())}") from None
     if not lines or not all(

@@ -18,7 +18,7 @@ def server_sent(text: str) -> list[Any]:
     if not text.lstrip().startswith(("data:", "event:", ": ")):
         return []
     found = []
-    for line in text.splitlines():
+    for line in text.split("\n"):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
             try:

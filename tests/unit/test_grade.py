@@ -17,8 +17,10 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.show import show
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.library import judge_sync
-from draco_ray.traces.load import groups_of
+from draco_ray.traces.load import groups_of, load_traces
+from tests.support import canned_judge
 from tests.unit.test_traces_judging import Canned
+from tests.unit.test_traces_load import FILES
 
 TRACES = Path(__file__).parents[2] / "examples" / "traces"
 TITLES = ("Looks first", "Tells the truth")
@@ -81,6 +83,17 @@ def test_one_judgement_has_one_pass_share_wherever_it_is_shown(
     write_report(RunDirectory.open(out), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert '<dt>pass share</dt><dd title="62%">' in page
+
+
+def test_a_quotation_with_other_line_separators_can_be_read_again(tmp_path: Path) -> None:
+    def quoted(prompt: str) -> str:
+        return canned_judge.answer(prompt).replace("as it says", "one\u2028two\x85three")
+
+    out = tmp_path / "judged"
+    judge_sync(load_traces(FILES / "openai_chat.jsonl"), "canned", complete=Canned(score=quoted), out=out)
+    assert {each["evidence"] for line in read_lines(out) for each in line["verdicts"]} == {"one\u2028two\x85three"}
+    show(out)
+    write_report(RunDirectory.open(out), tmp_path / "report.html")
 
 
 def test_criteria_that_apply_to_no_trace_are_no_failure_to_judge(

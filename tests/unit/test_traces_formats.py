@@ -1357,6 +1357,12 @@ def test_an_answer_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert trace.notes == ("the trace ends without an answer of the agent",)
 
 
+def test_a_streamed_answer_may_contain_other_line_separators(tmp_path: Path) -> None:
+    stream = 'data: {"choices": [{"delta": {"content": "one\u2028two"}}]}\r\n\r\ndata: [DONE]\r\n'
+    (trace,) = read(tmp_path, [{"request": {"messages": [USER]}, "response": stream}])[0].traces
+    assert trace.turns[0].text == "one\u2028two"
+
+
 def test_base64_within_a_text_is_described(tmp_path: Path) -> None:
     data = "iVBORw0KGgo" + "AbC1" * 200
     results = [f"![a](data:image/png;base64,{data}) end", json.dumps({"image": data, "n": 1})]

@@ -26,4 +26,6 @@ def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
 def lines_of(run: RunDirectory, name: str = LINES) -> list[dict[str, Any]]:
     """The lines of a file of a judging's run directory; none if the file does not exist yet."""
     path = run.path / name
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.is_file() else []
+    # Not splitlines: JSON may contain other line separators than \n.
+    lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []
+    return [json.loads(line) for line in lines if line]
