@@ -26,6 +26,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, sole_driver, write_private
@@ -42,6 +43,8 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
+    # It lies in the folder, which may have been moved.
+    "cache",
     # The judge's address, and the number of workers that call it.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
 )
@@ -210,6 +213,14 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
         raise ConfigError(
             f"--out {path}: {changed} differs from the earlier judgement there; choose a new folder, or use the same "
             "settings"
+        )
+    pinned, groups = config.algorithm.static_rubric, sorted((path / JUDGED).glob("*.json"))
+    if config.algorithm.rubric != "static" or pinned is None or not groups:
+        return
+    # The file may have been edited since.
+    if GROUP.validate_json(groups[0].read_bytes()).rubric != load_static_rubric(pinned):
+        raise ConfigError(
+            f"--out {path}: the earlier judgement there used other criteria than {pinned} has now; choose a new folder"
         )
 
 

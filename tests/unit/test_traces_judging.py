@@ -329,6 +329,25 @@ def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
     )
 
 
+def test_a_pinned_rubric_that_was_edited_is_another_one(tmp_path: Path) -> None:
+    """One with the same path: the finished groups would keep the verdicts on its old criteria."""
+    mine, out, groups = tmp_path / "mine.yaml", tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
+    mine.write_text(f"- {json.dumps(canned_judge.CHEAPEST)}", encoding="utf-8")
+    first = judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
+    assert judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned()) == first
+    edited = {**canned_judge.CHEAPEST, "evaluator_instruction": "Pass if it is UA1."}
+    mine.write_text(f"- {json.dumps(edited)}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"used other criteria than .*mine\.yaml has now; choose a new folder"):
+        judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
+
+
+def test_a_folder_that_was_moved_is_gone_on_with(tmp_path: Path) -> None:
+    groups = load_traces(FILES / "openai_chat.jsonl")
+    first = judge_sync(groups, MODEL, out=tmp_path / "judged", complete=Canned())
+    (tmp_path / "judged").rename(tmp_path / "moved")
+    assert judge_sync(groups, MODEL, out=tmp_path / "moved", complete=Canned()) == first
+
+
 def test_where_nothing_was_judged_yet_another_judge_and_other_traces_may_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
