@@ -91,13 +91,15 @@ class Judging:
 
     async def __call__(self, records: Sequence[Mapping[str, Any]]) -> list[JudgedConversation | None]:
         """See `judge_conversations`."""
+        complete = self._complete or await self._opened()
         return await judge_conversations(
             records,
             None,
             config=self._plan.config,
             context=self._plan.context_tokens,
+            # Chosen last: without a pause before the folder is made, no other call can choose the same one.
             out=None if self._out is None else _next_folder(self._out),
-            complete=self._complete or await self._opened(),
+            complete=complete,
         )
 
     async def _opened(self) -> Meter:

@@ -74,7 +74,7 @@ async def _judged(
         (judged,) = await judging([record])
     except TraceError as error:
         return None, str(error), None
-    if judged is None or (reward := judged.trace.reward) is None:
+    if judged is None or judged.trace.reward is None:
         return None, f"not judged: {'this is not a trace' if judged is None else judged.trace.error}", None
     trace = judged.trace
     explanation = "\n".join(f"{each.verdict}: {each.title}: {each.justification}" for each in trace.verdicts)
@@ -83,6 +83,4 @@ async def _judged(
         for each in trace.verdicts
     ]
     quality = [step.quality for step in trace.steps]
-    # The reward is (passed - failed) / applicable.
-    share = (1.0 + reward) / 2.0
-    return share, explanation, {"reward": reward, "verdicts": verdicts, "step_quality": quality}
+    return trace.pass_share, explanation, {"reward": trace.reward, "verdicts": verdicts, "step_quality": quality}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import doctest
+import re
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,13 +15,15 @@ import pytest
 
 from draco_ray.adapters import tokens
 from draco_ray.adapters.art import draco_score_group
-from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.conversations import Judging, judge_conversations
 from draco_ray.adapters.credit import conversation_of_tokens
+from draco_ray.adapters.inspect_scorer import _judged
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
 from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, TraceError
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.traces.load import groups_of
 from tests.support import canned_judge
 from tests.support.adapters import ASK, Canned, said
@@ -160,6 +166,28 @@ def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
             StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)(
                 [ASK + "!"] * 2, [said("UA1"), said("DL9")]
             )
+
+
+async def test_conversations_judged_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    with ScriptedJudgeServer(answer=canned_judge.answer) as server:
+        judging = Judging("openai/m", api_base=server.base, out=tmp_path)
+        records = [{"task_id": "a", "messages": [{"role": "user", "content": ASK}, *said("DL9")]}]
+        await asyncio.gather(*(judging(records) for _ in range(3)))
+    assert sorted(each.parent.name for each in tmp_path.glob("*/judged.jsonl")) == ["00001", "00002", "00003"]
+
+
+async def test_a_run_to_which_no_criterion_applies_has_no_score_in_inspect() -> None:
+    class Unsure(Canned):
+        async def __call__(self, request: Request) -> Completion:
+            found = await super().__call__(request)
+            return replace(found, text=re.sub(r'"score": -?1', '"score": 0', found.text))
+
+    message = SimpleNamespace(model_dump=lambda **_: {"role": "user", "content": ASK})
+    done = SimpleNamespace(model_dump=lambda **_: {"role": "assistant", "content": "Done."})
+    value, explanation, _ = await _judged(Judging("canned", complete=Unsure()), "task", [message, done])
+    assert value is None
+    assert explanation.startswith("NOT_APPLICABLE: ")
 
 
 def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path) -> None:
