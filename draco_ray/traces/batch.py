@@ -136,6 +136,9 @@ class BatchEndpoint(Endpoint):
             self._join(number, body)
         try:
             results = await asyncio.shield(self._work[number])
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            said = f"batch: {type(error).__name__}: {error}"
+            raise litellm.APIConnectionError(said, llm_provider="batch", model=self._config.model) from error
         finally:
             self._work.pop(number, None)
         kind, reply = results.get(number, ("error", "the batch ended without a reply to this request"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, Price
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
@@ -105,6 +105,14 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
         third = client(server, provider, tmp_path)
         assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
     assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_a_provider_that_cannot_be_reached_is_an_error_of_the_judge(provider: str) -> None:
+    with BatchServer(str) as server:
+        pass
+    with pytest.raises(JudgeUnavailable, match="not reachable after 2 attempts"):
+        await client(server, provider)(asked("one"))
 
 
 async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
