@@ -153,6 +153,22 @@ async def test_the_first_prompt_is_sent_verbatim_and_once(run: RunDirectory) -> 
     assert overall["kappa_low"] is None
 
 
+def test_what_a_strong_judge_was_asked_about_some_criteria_is_not_sent(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "panel", "seed: 0\n"))
+    prompts, trajectory = (
+        load_prompts(Path("prompts/judge")),
+        trajectory_of(scripted_run(FAMILY), instruction(FAMILY), 0),
+    )
+    whole, part = (Score(trajectory, rubric).prompt(prompts) for rubric in (RUBRIC, RUBRIC[1:]))
+    scores = [ScoredCriterion(verdict=Verdict.PASS)] * 2
+    store.write("criteria", 1, "task_1", rows.criterion_rows(1, "task_1", RUBRIC, None))
+    store.write("trajectories", 1, "task_1", rows.trajectory_rows(1, trajectory))
+    store.write("verdicts", 1, "task_1", rows.verdict_rows(1, "task_1", 0, scores))
+    store.write("judge_calls", 1, "task_1", rows.call_rows(1, [call("score", 0, each) for each in (whole, part)]))
+    (archived,) = archived_calls(store.directory, None, ["score"])
+    assert archived.prompt == whole
+
+
 async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) -> None:
     rows = (await replay(run, RuleComplete(), archived_calls(run, None, PHASES), "rules")).to_pylist()
     table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED)

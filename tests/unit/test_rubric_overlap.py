@@ -19,6 +19,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, judge_config
 from draco_ray.lab.analysis.pairing import Pairing, Pairs, parse_pairs, third_model
+from draco_ray.lab.analysis.replay import phase_calls
 from draco_ray.lab.analysis.rubric_overlap import (
     CEILING,
     PHASES,
@@ -88,6 +89,18 @@ def test_the_criteria_that_the_run_took_come_with_the_first_prompt(run: RunDirec
         "Reaches the requested result",
         "Reads every page of the list",
     ]
+
+
+def test_a_union_that_was_refused_is_sent_as_it_was_answered(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (answered,) = [call for call in phase_calls(run, 1, ["union"]) if call["error"] is None]
+    one, two = ({**answered, "prompt": f"about {count}"} for count in ("one rollout", "two of the rollouts"))
+    refused = {**answered, "prompt": "about all of the rollouts", "error": "flagged"}
+    again = {**two, "prompt": f"{two['prompt']}\n\n[REPLY]\nno"}
+    calls = [refused, one, {**two, "error": "unusable"}, again]
+    monkeypatch.setattr("draco_ray.lab.analysis.rubric_overlap.phase_calls", lambda *_: calls)
+    assert [call.prompt for call in writing_calls(run, [1], ["union"], CONFIG)] == ["about two of the rollouts"]
 
 
 async def test_the_same_judge_writes_the_same_criteria(run: RunDirectory) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError, ReplyError
+from draco_ray.judging import render
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.phases import Credit, Score, credit_schema, parse_attributions, parse_scores, score_schema
 from draco_ray.judging.reply import check_finish
@@ -94,10 +95,15 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
         calls = [call for call in phase_calls(run, step, phases) if call["rollout"] is not None]
         for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
             answers = sorted(grouped(given[phase][task_id, rollout], "criterion").items())
-            prompt = first_prompt(asked)
-            if not (prompt and answers) or any((task_id, index) not in criteria for index, _ in answers):
+            if not answers or any((task_id, index) not in criteria for index, _ in answers):
                 continue
             made = steps_of.get((task_id, rollout), 0)
+            rubric = tuple(criteria[task_id, index] for index, _ in answers)
+            # A strong judge was asked about some of the criteria only.
+            whole = render.rubrics(rubric) if phase == Score.name else ""
+            prompt = first_prompt([call for call in asked if whole in call["prompt"]] or asked)
+            if not prompt:
+                continue
             about = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
             reference: list[Row] = [
                 {
@@ -116,7 +122,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
                     phase=phase,
                     prompt=prompt,
                     steps=made,
-                    rubric=tuple(criteria[task_id, index] for index, _ in answers),
+                    rubric=rubric,
                     reference=tuple(reference),
                 )
             )
@@ -125,7 +131,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
 
 def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row]:
     """The archived calls of these phases in a training step."""
-    columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
+    columns = ["task_id", "rollout", "phase", "prompt", "reply", "error", "started_at"]
     return [call for call in run.table("judge_calls", step, columns).to_pylist() if call["phase"] in phases]
 
 

@@ -93,8 +93,12 @@ def writing_calls(
         calls = grouped(phase_calls(run, step, phases), "phase", "task_id", "rollout")
         for key in sorted(calls, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
             phase, task_id, rollout = key
-            if not (replies := [call["reply"] for call in calls[key] if call["error"] is None]):
+            # Behind the calls that were used are those of earlier attempts.
+            current = [call for call in calls[key] if call["started_at"] >= calls[key][0]["started_at"]]
+            if not (answered := [call for call in current if call["error"] is None]):
                 continue
+            # A refused union was asked about fewer rollouts, too; its last answer counts.
+            used = answered[-1]
             existing = proposed.get(task_id, ()) if phase == Stage2.name else ()
             found.append(
                 WritingCall(
@@ -102,8 +106,8 @@ def writing_calls(
                     task_id=task_id,
                     rollout=rollout,
                     phase=phase,
-                    prompt=first_prompt(calls[key]),
-                    reference=_parsed(replies[0], phase, existing, config),
+                    prompt=first_prompt([used, *current]),
+                    reference=_parsed(used["reply"], phase, existing, config),
                     existing=existing,
                 )
             )
