@@ -372,7 +372,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
                 seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         else:
             return None
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
     # A NaN compares false with everything.
     return max(seconds, 0.0) if seconds < float("inf") else None

@@ -168,6 +168,7 @@ def test_cached_tokens_cost_the_input_price_unless_they_have_their_own() -> None
         ({"retry-after": "soon"}, None),
         ({"retry-after": "nan"}, None),
         ({"retry-after": "inf"}, None),
+        ({"retry-after": "Wed, 99999999999 Oct 2026 07:28:00 GMT"}, None),
         ({"retry-after-ms": "250", "retry-after": "9"}, 0.25),
         ({"retry-after": "Wed, 21 Oct 2015 07:28:00 GMT"}, 0.0),
     ],
