@@ -30,7 +30,7 @@ from draco_ray.judging.reply import (
     parse_criteria,
     read_entries,
 )
-from draco_ray.judging.shortening import shortened, shortened_prompt
+from draco_ray.judging.shortening import most_candidates, shortened, shortened_prompt
 from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, Message, ScoredCriterion, Trajectory, Verdict
 
@@ -299,6 +299,10 @@ class Union(GroupQuestion):
     template = "union_rubrics.txt"
     placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
     required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`: of many candidates those of the last rollouts are left out, when all else is short."""
+        return replace(GroupQuestion.shortened(self, level), candidates=self.candidates[: most_candidates(level)])
 
     def values(self, code: str) -> Mapping[str, object]:
         """The task, every proposal and every rollout."""

@@ -38,6 +38,11 @@ def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, 
     return tuple(Message(role=each.role, content=cut(each.content, length)) for each in prompt)
 
 
+def most_candidates(level: int) -> int | None:
+    """Maximum number of candidates in a union at ``level``: the length of the prompt's texts, as a count; None: any."""
+    return _length(level - 2 * len(LENGTHS))
+
+
 def cut(text: str, length: int) -> str:
     """Head and tail of a text that is longer than ``length``, with a line between them that says how much is left out.
 

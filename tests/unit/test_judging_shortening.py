@@ -199,3 +199,14 @@ def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidat
     assert shorter.candidates == RUBRIC
     assert [each.rollout for each in shorter.trajectories] == [0, 1]
     assert {each.turns for each in shorter.trajectories} == {shortened(long_rollout(), LEVELS).turns}
+
+
+async def test_a_union_of_more_candidates_than_fit_merges_the_first_of_them() -> None:
+    """They alone fill the prompt: a hundred rollouts may propose a thousand criteria."""
+    proposed = [replace(RUBRIC[0], title=f"Of {n}", description="d" * 1000) for n in range(1000)]
+    prompt, judged = await asked(Union(PROMPT, proposed, [example_trajectory()]), 101_000)
+    assert judged.ok
+    kept = [each for each in proposed if f'"title": "{each.title}"' in prompt]
+    assert kept == proposed[: len(kept)]
+    assert 100 <= len(kept) < 300
+    assert len(prompt) <= 3 * 100_000
