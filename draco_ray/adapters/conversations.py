@@ -11,7 +11,7 @@ from typing import Any, Self, Unpack
 
 from draco_ray.algorithm.rules import AdvantageRule, find_rule
 from draco_ray.errors import ConfigError
-from draco_ray.traces.library import JudgeOptions, Meter, judge, open_judge, plan
+from draco_ray.traces.library import JudgeOptions, Meter, check_judges, judge, open_judge, plan
 from draco_ray.traces.load import groups_of, place_of
 from draco_ray.traces.results import JudgedTrace
 
@@ -112,7 +112,7 @@ class Judging:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
             self._loop, self._meter = loop, open_judge(replace(self._plan, config=config))
-            self._answers = asyncio.ensure_future(self._meter.check())
+            self._answers = asyncio.ensure_future(check_judges(self._plan, self._meter))
         await self._answers
         return self._meter
 

@@ -317,6 +317,15 @@ def judge_of(settled: Plan, meter: Meter) -> JudgeOf:
     return about
 
 
+async def check_judges(settled: Plan, meter: Meter) -> None:
+    """Make sure that the judge, its jury and the strong judge answer.
+
+    Raises:
+        JudgeUnavailable: one of them does not.
+    """
+    await panel_judge(settled.config.judge, settled.prompts, meter, meter.open_other).check()
+
+
 async def _judge_groups(
     settled: Plan,
     meter: Meter,
@@ -346,7 +355,7 @@ async def judge_run(settled: Plan, meter: Meter, run: JudgingRun, ask: Ask | Non
     if not pending:
         return
     if ask is None:
-        await meter.check()
+        await check_judges(settled, meter)
 
     async def keep(state: GroupJudgement) -> None:
         writing = asyncio.create_task(asyncio.to_thread(run.keep, state))
@@ -443,7 +452,7 @@ async def judge(
 
     meter = opened()
     if complete is None and groups:
-        await meter.check()
+        await check_judges(settled, meter)
     await _judge_groups(settled, meter, enumerate(groups), keep)
     return [found[index] for index in range(len(groups))]
 

@@ -131,8 +131,7 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
     attributions = credit.value or Attribution.of_scores(state.found(rollout, Verdicts).value or ())
     cited = {each.criterion: each for each in attributions}
     notes = list(trace.notes)
-    if scored.left_out:
-        notes.append(f"{scored.left_out:,} characters were left out of the judge's prompt")
+    notes += [f"{name}: {note}" for name, judged in (("score", scored), ("credit", credit)) for note in judged.notes]
     if not credit.ok:
         notes.append(f"no step credit: {credit.error}")
     advantage = None if share is None or state.single else share.advantage

@@ -17,7 +17,7 @@ from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.errors import BudgetSpent, StoreError
+from draco_ray.errors import BudgetSpent, JudgeUnavailable, StoreError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import other
@@ -27,7 +27,7 @@ from draco_ray.records import Message
 from draco_ray.traces.library import open_judge, plan
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
-from tests.support.scripted_judge_server import ScriptedJudgeServer
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
 
@@ -320,6 +320,18 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
         assert "$0.2500 of unanswered requests now count as not billed" in said("--release")
         assert read_book(cache).dollars == pytest.approx(spent)
         assert "stay reserved" not in said()
+
+
+def test_a_jury_that_cannot_answer_is_named_before_anything_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of its calls would fail alone, and the judge's verdicts would count as a majority's."""
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    with ScriptedJudgeServer(answer=answer) as server, ScriptedJudgeServer(Reply("who are you?", 401)) as other_server:
+        config = {"judge": {"jury": [{"model": "openai/second", "api_base": other_server.base}]}}
+        with pytest.raises(JudgeUnavailable, match=r"judge openai/second at .*who are you"):
+            judge_sync(load_traces(TRACES), "openai/m", api_base=server.base, config=config, out=tmp_path / "judged")
+        assert len(server.requests) == 1
 
 
 async def test_unanswered_requests_that_leave_too_little_stop_the_command_instead_of_waiting_for_ever(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -225,6 +226,19 @@ def test_what_fails_is_said_and_is_no_verdict() -> None:
     assert (unwritten.error or "").startswith("no rubric: stage1 of jfk-sfo failed")
 
 
+def test_notes_about_a_score_and_about_credit_are_kept() -> None:
+    def beyond(prompt: str) -> str:
+        return re.sub(r'"relevant_steps": \[\d+\]', '"relevant_steps": [1, 99]', canned_judge.answer(prompt))
+
+    def twice(prompt: str) -> str:
+        return canned_judge.answer(prompt).replace('"score": 1', '"score": 1, "final_score": -1')
+
+    (group,) = judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=Canned(score=twice, credit=beyond))
+    notes = "\n".join(group.rollouts[0].notes)
+    assert "score: verdict PASS and final_score -1 contradict each other" in notes
+    assert "credit: rubric_index 0: step 99 does not exist" in notes
+
+
 def test_traces_that_say_little_are_judged(tmp_path: Path) -> None:
     """One turn, no tool, no task: its message is what a verdict cites."""
     file = written(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "content": "The answer is DL9."}]})
@@ -423,7 +437,7 @@ async def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, i
     (found,) = await judge([group], MODEL, complete=canned, context=35_000)
     (result,) = found.rollouts
     assert result.reward is not None
-    assert any(note == f"{result.left_out:,} characters were left out of the judge's prompt" for note in result.notes)
+    assert any(note.startswith(f"score: {result.left_out:,} of ") for note in result.notes)
     (prompt,) = (each.messages[0].content for each in canned.asked if each.phase == "score")
     assert prompt.count("run({})") == 10
     for letter in "osp":
