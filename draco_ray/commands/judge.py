@@ -118,7 +118,7 @@ def run(wanted: JudgeArguments) -> int:
         settled.prompts,
         settled.room,
         known_price(settled.config.judge, judge),
-        own=settled.rubric is None,
+        rubric=settled.rubric,
     )
     console.print(_asked(settled.config.judge))
     console.print(_estimated(guessed, settled.config.judge, batch=wanted.batch))

@@ -1,7 +1,8 @@
 """Estimated cost of judging, from the lengths of the traces: calls, tokens and dollars by phase.
 
 Input is estimated at `CHARACTERS_PER_TOKEN`. Reply lengths are those of judges on AppWorld's tasks (`REPLY_TOKENS`,
-and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric. Prompt caching and retries are ignored.
+and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric that the judge writes. Prompt caching and
+retries are ignored.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.phases import PHASES, Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
 from draco_ray.judging.prompts import Prompts
+from draco_ray.records import Criterion
 from draco_ray.traces.judging import MOST_IN_UNION
 from draco_ray.traces.model import Summary, TraceGroup
 
@@ -60,13 +62,19 @@ class PhaseEstimate:
 
 
 def estimate(
-    groups: Sequence[TraceGroup], config: DracoConfig, prompts: Prompts, room: int, price: Price | None, *, own: bool
+    groups: Sequence[TraceGroup],
+    config: DracoConfig,
+    prompts: Prompts,
+    room: int,
+    price: Price | None,
+    *,
+    rubric: Sequence[Criterion] | None,
 ) -> dict[str, PhaseEstimate]:
     """Calls, tokens and dollars of judging ``groups``, by phase.
 
     Args:
         room: maximum length of a prompt, in characters.
-        own: whether the judge writes the rubric.
+        rubric: the criteria; None: the judge writes them.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
     algorithm = config.algorithm
@@ -84,26 +92,26 @@ def estimate(
             largest=0.0 if price is None else price_of(price, bound, 0, config.judge.max_tokens),
         )
 
-    rubric = CRITERIA * CRITERION_TOKENS * CHARACTERS_PER_TOKEN
-    verdicts = CRITERIA * CRITERION_TOKENS
+    verdicts = (CRITERIA if rubric is None else len(rubric)) * CRITERION_TOKENS
+    criteria = verdicts * CHARACTERS_PER_TOKEN
     for group in groups:
         lengths = [min(_read(each), room) for each in group.summaries]
-        if own:
+        if rubric is None:
             prompt = group.summaries[0].prompt_characters
             add(Stage1.name, prompt, REPLY_TOKENS[Stage1.name])
             shown, merged = min(sum(lengths[:MOST_IN_UNION]), room), algorithm.merge_proposals and len(group) > 1
             if merged:
-                add(Proposals.name, shown + rubric, REPLY_TOKENS[Proposals.name])
+                add(Proposals.name, shown + criteria, REPLY_TOKENS[Proposals.name])
             for length in () if merged else lengths:
-                add(Stage2.name, length + rubric, REPLY_TOKENS[Stage2.name])
+                add(Stage2.name, length + criteria, REPLY_TOKENS[Stage2.name])
             if len(group) > 1:
-                add(Union.name, shown + (1 + len(group)) * rubric // 2, REPLY_TOKENS[Union.name])
+                add(Union.name, shown + (1 + len(group)) * criteria // 2, REPLY_TOKENS[Union.name])
         for length in lengths:
             votes = config.judge.score_votes
             scoring = Verdicts.name if algorithm.merge_verdicts else Score.name
-            add(scoring, length + rubric, REPLY_TOKENS[scoring] + verdicts, calls=votes)
+            add(scoring, length + criteria, REPLY_TOKENS[scoring] + verdicts, calls=votes)
             if scoring == Score.name:
-                add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
+                add(Credit.name, length + 2 * criteria, REPLY_TOKENS[Credit.name] + verdicts)
     return found
 
 

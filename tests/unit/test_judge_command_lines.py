@@ -19,7 +19,7 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.pricing import known_price
 from draco_ray.records import Message
-from draco_ray.traces.estimate import estimate
+from draco_ray.traces.estimate import REPLY_TOKENS, estimate
 from draco_ray.traces.library import Meter, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from tests.unit.test_traces_judging import MODEL, Canned
@@ -64,7 +64,7 @@ def test_as_many_calls_are_announced_as_are_made(group_by: str | None) -> None:
     groups = load_traces([FILES / "openai_chat.jsonl", FILES / "otlp.jsonl"], group_by=group_by)
     settled = plan("openai/gpt-5.4")
     price = known_price(settled.config.judge, "openai/gpt-5.4")
-    guessed = estimate(groups, settled.config, settled.prompts, settled.room, price, own=True)
+    guessed = estimate(groups, settled.config, settled.prompts, settled.room, price, rubric=None)
     canned = Canned()
     judge_sync(groups, MODEL, complete=canned)
     made = canned.phases()
@@ -73,9 +73,18 @@ def test_as_many_calls_are_announced_as_are_made(group_by: str | None) -> None:
     asked = sum(len(each.messages[0].content) for each in canned.asked) / 4
     assert asked < sum(each.input_tokens for each in guessed.values()) < 3 * asked
     assert all((each.dollars or 0) > 0 for each in guessed.values() if each.calls)
-    unpriced = estimate(groups, settled.config, settled.prompts, settled.room, None, own=False)
+    unpriced = estimate(groups, settled.config, settled.prompts, settled.room, None, rubric=())
     assert {phase for phase, each in unpriced.items() if each.calls} == {"score", "credit"}
     assert all(each.dollars is None for each in unpriced.values())
+
+
+def test_a_pinned_rubric_costs_what_its_criteria_do() -> None:
+    groups, settled = load_traces(FILES / "openai_chat.jsonl"), plan("openai/gpt-5.4", rubric="static")
+    known = (groups, settled.config, settled.prompts, settled.room, None)
+    assert settled.rubric is not None
+    one, all_ = (estimate(*known, rubric=each)["score"].output_tokens for each in (settled.rubric[:1], settled.rubric))
+    traces, written = 2, REPLY_TOKENS["score"]
+    assert all_ - traces * written == len(settled.rubric) * (one - traces * written) > 0
 
 
 def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
