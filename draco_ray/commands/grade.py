@@ -48,8 +48,8 @@ def titles(lines: Iterable[Line]) -> set[str]:
     return {each["title"] for line in lines for each in line["verdicts"]}
 
 
-def check_rubric(rubric: Set[str], baseline: Iterable[Line]) -> None:
-    """Compare the titles of a rubric with those of the baseline.
+def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -> None:
+    """Compare the titles of a rubric with those of the baseline, and its digest if both are known.
 
     Raises:
         ConfigError: the baseline was judged by another rubric.
@@ -58,6 +58,11 @@ def check_rubric(rubric: Set[str], baseline: Iterable[Line]) -> None:
         raise ConfigError(
             f"--baseline: was judged by another rubric (criteria in only one of them: {', '.join(other[:3])}); use the "
             "same --rubric"
+        )
+    if digest and any(line.get("rubric", digest) != digest for line in baseline):
+        raise ConfigError(
+            "--baseline: was judged by criteria of the same titles with other texts; judge the baseline's traces by "
+            "this --rubric"
         )
 
 

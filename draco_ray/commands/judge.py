@@ -33,6 +33,7 @@ from draco_ray.traces.judging import as_trajectory
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
 from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan
 from draco_ray.traces.load import Groups, load_traces
+from draco_ray.traces.results import rubric_digest
 
 BELOW, PARTIAL = 3, 4
 """Exit codes: the pass share is below ``--fail-under`` or the baseline; some traces could not be read or judged."""
@@ -106,7 +107,8 @@ def run(wanted: JudgeArguments) -> int:
     )
     baseline = None if wanted.baseline is None else grade.read_lines(wanted.baseline)
     if baseline is not None:
-        grade.check_rubric({each.title for each in settled.rubric or ()}, baseline)
+        rubric = settled.rubric or ()
+        grade.check_rubric({each.title for each in rubric}, baseline, rubric_digest(rubric))
     judge = settled.config.judge.model
     check_effect("--set", wanted.typed, READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)

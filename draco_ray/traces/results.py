@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -115,10 +117,16 @@ def judged_group(state: GroupJudgement) -> JudgedGroup:
     )
 
 
+def rubric_digest(rubric: Sequence[Criterion]) -> str:
+    """A digest of the texts of the criteria, in any order."""
+    texts = sorted((each.title, each.description, each.evaluator_instruction) for each in rubric)
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
 def json_lines(group: JudgedGroup) -> Iterator[dict[str, Any]]:
     """The lines of a group in ``judged.jsonl``, one per trace."""
     for trace in group.rollouts:
-        line = asdict(trace)
+        line = asdict(trace) | {"rubric": rubric_digest(group.rubric)}
         line["error"] = trace.error or (group.error if trace.reward is None else None)
         line["notes"] = [*group.notes, *trace.notes]
         yield line

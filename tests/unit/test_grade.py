@@ -143,6 +143,23 @@ def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_baseline_by_criteria_of_other_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rubric, baseline = tmp_path / "rubric.yaml", tmp_path / "baseline"
+    words = ["judge", str(TRACES), "--judge", "rules", "--rubric", str(rubric)]
+    rubric.write_text(json.dumps([canned_judge.CHEAPEST, canned_judge.SEARCHES]), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main([*words, "--out", str(baseline)])
+    for rewritten, stopped_with in ((canned_judge.CHEAPEST, 3), ({**canned_judge.CHEAPEST, "description": "New."}, 2)):
+        # Their order does not matter: it is judged, and by the offline judge nothing applies.
+        rubric.write_text(json.dumps([canned_judge.SEARCHES, rewritten]), encoding="utf-8")
+        out = tmp_path / f"out {stopped_with}"
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, "--out", str(out), "--baseline", str(baseline)])
+        assert stopped.value.code == stopped_with
+    assert "was judged by criteria of the same titles with other texts" in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     good = [line("a", "PASS", "PASS")]
     renamed = [{**good[0], "verdicts": [{"title": "Another", "verdict": "PASS"}] * 2}]
