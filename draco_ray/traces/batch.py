@@ -47,6 +47,9 @@ FILE = "batches.json"
 MANY = 10_000
 """Maximum number of requests in flight."""
 
+ALL = ""
+"""Key of the result of all requests of a batch that have none of their own."""
+
 Result = tuple[str, Any]
 """(``ok``, the provider's reply), or ``refused`` (a retry would fail, too) or ``error``, with the message."""
 
@@ -59,7 +62,7 @@ class BatchApi(Protocol):
         ...
 
     async def results(self, batch: str) -> dict[str, Result] | None:
-        """Request id -> reply; None while the batch is running."""
+        """Request id, or `ALL`, -> reply; None while the batch is running."""
         ...
 
 
@@ -141,7 +144,7 @@ class BatchEndpoint(Endpoint):
             raise litellm.APIConnectionError(said, llm_provider="batch", model=self._config.model) from error
         finally:
             self._work.pop(number, None)
-        kind, reply = results.get(number, ("error", "the batch ended without a reply to this request"))
+        kind, reply = results.get(number) or results.get(ALL, ("error", "ended without a reply to this request"))
         if kind == "refused":
             raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         if kind == "error":
@@ -288,6 +291,10 @@ class OpenAIBatches:
             for file in files:
                 for entry in _json_lines((await client.files.content(file)).content):
                     found[entry["custom_id"]] = self._result(entry)
+        if state.status == "failed":
+            # No request was sent to the model, e.g. because too many tokens are enqueued.
+            reasons = state.errors.data if state.errors else None
+            found[ALL] = "refused", f"failed: {'; '.join(str(each.message) for each in reasons or ())[:300]}"
         return found
 
     def _client(self) -> AsyncOpenAI:

@@ -107,6 +107,13 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
     assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
+async def test_a_batch_that_failed_costs_nothing_and_says_why() -> None:
+    with BatchServer(str, invalid="Enqueued token limit reached") as server:
+        found = await asyncio.gather(*(client(server, "openai")(asked(text)) for text in ("one", "two")))
+    assert [(each.requests, each.dollars) for each in found] == [(1, 0.0)] * 2
+    assert "batch: failed: Enqueued token limit reached" in (found[0].error or "")
+
+
 @pytest.mark.parametrize("provider", sorted(MODELS))
 async def test_a_provider_that_cannot_be_reached_is_an_error_of_the_judge(provider: str) -> None:
     with BatchServer(str) as server:

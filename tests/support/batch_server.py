@@ -19,7 +19,12 @@ class BatchServer:
     """Answers with ``answer`` of a request's first message; use as a context manager."""
 
     def __init__(
-        self, answer: Callable[[str], str], looks: int = 2, fails: str | None = None, refuses: str | None = None
+        self,
+        answer: Callable[[str], str],
+        looks: int = 2,
+        fails: str | None = None,
+        refuses: str | None = None,
+        invalid: str | None = None,
     ) -> None:
         """
         Args:
@@ -27,8 +32,10 @@ class BatchServer:
             looks: at a batch until it has ended.
             fails: requests with this in them are errors.
             refuses: requests with this in them are refused as invalid.
+            invalid: why OpenAI's batches fail before any request runs; None: they do not.
         """
         self.answer, self.looks, self.fails, self.refuses = answer, looks, fails, refuses
+        self.invalid = invalid
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
         """Files whose content was requested, in order."""
@@ -120,6 +127,7 @@ class BatchServer:
 
     def _state(self, batch: str) -> dict[str, Any]:
         about = self.batches[batch]
+        failed = {"status": "failed", "errors": {"object": "list", "data": [{"message": self.invalid}]}}
         return {
             "id": batch,
             "object": "batch",
@@ -130,6 +138,7 @@ class BatchServer:
             "output_file_id": about.get("output"),
             "error_file_id": None,
             "created_at": 0,
+            **(failed if self.invalid else {}),
         }
 
     def _openai(self, request: dict[str, Any]) -> dict[str, Any]:
