@@ -301,7 +301,16 @@ def open_judge(settled: Plan) -> Meter:
         configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
         return meter.over(open_model(judge, cache, leases=line, endpoint_counts=not configured))
 
-    meter.open_other, meter.replies = open_one, cache
+    opened: dict[object, Completer] = {}
+
+    def open_other(judge: JudgeConfig) -> Completer:
+        # One client for all groups, so that its requests in flight are limited.
+        key = (judge.model, judge.api_base, judge.api_key_env)
+        if key not in opened:
+            opened[key] = open_one(judge)
+        return opened[key]
+
+    meter.open_other, meter.replies = open_other, cache
     meter.complete = with_fallbacks(judge, open_one)
     return meter
 

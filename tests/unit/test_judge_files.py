@@ -334,6 +334,13 @@ def test_a_jury_that_cannot_answer_is_named_before_anything_is_asked(
         assert len(server.requests) == 1
 
 
+def test_the_requests_of_a_jury_are_limited_over_all_groups() -> None:
+    settled = plan("openai/m", config={"judge": {"jury": [{"model": "openai/second"}, {"model": "openai/third"}]}})
+    meter = open_judge(settled)
+    second, third = (other(settled.config.judge, each) for each in settled.config.judge.jury)
+    assert meter.open_other(second) is meter.open_other(second) is not meter.open_other(third)
+
+
 async def test_unanswered_requests_that_leave_too_little_stop_the_command_instead_of_waiting_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
