@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import quote
 
 import httpx
 
@@ -117,7 +118,8 @@ class BatchEndpoint(Endpoint):
         super().__init__(config, "judge", "judge.model, judge.api_base")
         self._api = _api(config, self.api_key)
         self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
-        self._file = None if config.cache is None else config.cache / FILE
+        # Each judge of a panel has a file of its own.
+        self._file = None if config.cache is None else config.cache / f"{quote(config.model, safe='')}.{FILE}"
         self._batches: dict[str, list[str]] = self._read()
         """Ids of the requests of each running batch."""
         self._next: dict[str, dict[str, Any]] = {}

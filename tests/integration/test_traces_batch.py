@@ -92,7 +92,7 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
         server.held.set()
         first = client(server, provider, tmp_path)
         waiting = asyncio.gather(*(first(asked(text)) for text in ("one", "two")))
-        while not (tmp_path / FILE).is_file():  # noqa: ASYNC110 (written by another's task)
+        while not (file := tmp_path / f"{MODELS[provider].replace('/', '%2F')}.{FILE}").is_file():  # noqa: ASYNC110 (written by another's task)
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -104,7 +104,30 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
         assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 1]
         third = client(server, provider, tmp_path)
         assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+    assert json.loads(file.read_text(encoding="utf-8")) == {}
+
+
+async def test_two_judges_go_on_with_a_batch_each(tmp_path: Path) -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}") as server:
+        server.held.set()
+        config = client(server, "openai", tmp_path)._config
+        configs = [config, config.model_copy(update={"model": "openai/second"})]
+
+        def clients() -> list[BatchClient]:
+            kept = ReplyCache(tmp_path)
+            return [BatchClient(each, kept, quiet_seconds=0.1, poll_seconds=0.02) for each in configs]
+
+        waiting = asyncio.gather(*(each(asked("one")) for each in clients()))
+        while len(server.batches) < 2:  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        server.held.clear()
+        found = await asyncio.gather(*(each(asked("one")) for each in clients()))
+        assert [each.text for each in found] == ["re: one"] * 2
+        assert len(server.batches) == 2
 
 
 async def test_a_batch_that_failed_costs_nothing_and_says_why() -> None:
