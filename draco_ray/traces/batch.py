@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
-from urllib.parse import quote
 
 import httpx
 
@@ -52,7 +51,8 @@ ALL = ""
 """Key of the result of all requests of a batch that have none of their own."""
 
 Result = tuple[str, Any]
-"""(``ok``, the provider's reply), or ``refused`` (a retry would fail, too) or ``error``, with the message."""
+"""(``ok``, the provider's reply), or ``refused`` (a retry would fail, too), ``busy`` (none was sent to the model) or
+``error``, with the message."""
 
 
 class BatchApi(Protocol):
@@ -118,8 +118,7 @@ class BatchEndpoint(Endpoint):
         super().__init__(config, "judge", "judge.model, judge.api_base")
         self._api = _api(config, self.api_key)
         self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
-        # Each judge of a panel has a file of its own.
-        self._file = None if config.cache is None else config.cache / f"{quote(config.model, safe='')}.{FILE}"
+        self._file = None if config.cache is None else config.cache / FILE
         self._batches: dict[str, list[str]] = self._read()
         """Ids of the requests of each running batch."""
         self._next: dict[str, dict[str, Any]] = {}
@@ -149,6 +148,8 @@ class BatchEndpoint(Endpoint):
         kind, reply = results.get(number) or results.get(ALL, ("error", "ended without a reply to this request"))
         if kind == "refused":
             raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
+        if kind == "busy":
+            raise litellm.RateLimitError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         if kind == "error":
             raise litellm.InternalServerError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         return reply
@@ -173,7 +174,7 @@ class BatchEndpoint(Endpoint):
             self._sending = None
         batch = await self._api.submit(bodies)
         self._batches[batch] = list(bodies)
-        self._write()
+        self._write(self._read() | {batch: self._batches[batch]})
         return await self._results(batch)
 
     async def _results(self, batch: str) -> dict[str, Result]:
@@ -188,7 +189,7 @@ class BatchEndpoint(Endpoint):
                     raise
             if results is not None:
                 self._batches.pop(batch, None)
-                self._write()
+                self._write({name: members for name, members in self._read().items() if name != batch})
                 return results
             await asyncio.sleep(self.poll_seconds)
 
@@ -198,12 +199,13 @@ class BatchEndpoint(Endpoint):
         known = json.loads(self._file.read_text(encoding="utf-8"))
         return {str(batch): [str(number) for number in members] for batch, members in known.items()}
 
-    def _write(self) -> None:
+    def _write(self, batches: dict[str, list[str]]) -> None:
+        """Replace the file's batches; they are those of all judges of a panel."""
         if self._file is None:
             return
         temporary = Path(f"{self._file}.tmp")
         with write_errors(self._file.parent):
-            temporary.write_text(json.dumps(self._batches), encoding="utf-8")
+            temporary.write_text(json.dumps(batches), encoding="utf-8")
             os.replace(temporary, self._file)
 
 
@@ -294,9 +296,11 @@ class OpenAIBatches:
                 for entry in _json_lines((await client.files.content(file)).content):
                     found[entry["custom_id"]] = self._result(entry)
         if state.status == "failed":
-            # No request was sent to the model, e.g. because too many tokens are enqueued.
-            reasons = state.errors.data if state.errors else None
-            found[ALL] = "refused", f"failed: {'; '.join(str(each.message) for each in reasons or ())[:300]}"
+            # No request was sent to the model.
+            reasons = (state.errors and state.errors.data) or []
+            # Other batches have to end first.
+            kind = "busy" if any(each.code == "token_limit_exceeded" for each in reasons) else "refused"
+            found[ALL] = kind, f"failed: {'; '.join(str(each.message) for each in reasons)[:300]}"
         return found
 
     def _client(self) -> AsyncOpenAI:

@@ -92,7 +92,7 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
         server.held.set()
         first = client(server, provider, tmp_path)
         waiting = asyncio.gather(*(first(asked(text)) for text in ("one", "two")))
-        while not (file := tmp_path / f"{MODELS[provider].replace('/', '%2F')}.{FILE}").is_file():  # noqa: ASYNC110 (written by another's task)
+        while not (tmp_path / FILE).is_file():  # noqa: ASYNC110 (written by another's task)
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -104,10 +104,10 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, 
         assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 1]
         third = client(server, provider, tmp_path)
         assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
-    assert json.loads(file.read_text(encoding="utf-8")) == {}
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
-async def test_two_judges_go_on_with_a_batch_each(tmp_path: Path) -> None:
+async def test_the_judges_of_a_panel_go_on_with_a_batch_each(tmp_path: Path) -> None:
     with BatchServer(lambda prompt: f"re: {prompt}") as server:
         server.held.set()
         config = client(server, "openai", tmp_path)._config
@@ -128,13 +128,27 @@ async def test_two_judges_go_on_with_a_batch_each(tmp_path: Path) -> None:
         found = await asyncio.gather(*(each(asked("one")) for each in clients()))
         assert [each.text for each in found] == ["re: one"] * 2
         assert len(server.batches) == 2
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
-async def test_a_batch_that_failed_costs_nothing_and_says_why() -> None:
-    with BatchServer(str, invalid="Enqueued token limit reached") as server:
+@pytest.mark.parametrize(("code", "requests"), [("invalid_json_line", 1), ("token_limit_exceeded", 2)])
+async def test_a_batch_that_failed_costs_nothing_and_says_why(code: str, requests: int) -> None:
+    with BatchServer(str, invalid=code) as server:
         found = await asyncio.gather(*(client(server, "openai")(asked(text)) for text in ("one", "two")))
-    assert [(each.requests, each.dollars) for each in found] == [(1, 0.0)] * 2
-    assert "batch: failed: Enqueued token limit reached" in (found[0].error or "")
+    assert [(each.requests, each.dollars) for each in found] == [(requests, 0.0)] * 2
+    assert f"batch: failed: about {code}" in (found[0].error or "")
+    # Where others' batches are in the way, the judge refuses no rollout: a union is not asked without some of them.
+    assert found[0].finish_reason == ("error" if requests == 1 else "unavailable")
+
+
+async def test_a_batch_waits_until_there_is_room_for_its_tokens() -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}", invalid="token_limit_exceeded") as server:
+        waiting = asyncio.ensure_future(client(server, "openai")(asked("one")))
+        while not server.batches:  # noqa: ASYNC110 (as above)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        server.invalid = None
+        assert (await waiting).text == "re: one"
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))

@@ -32,7 +32,7 @@ class BatchServer:
             looks: at a batch until it has ended.
             fails: requests with this in them are errors.
             refuses: requests with this in them are refused as invalid.
-            invalid: why OpenAI's batches fail before any request runs; None: they do not.
+            invalid: code of the error with which OpenAI's batches fail before any request runs; None: they do not.
         """
         self.answer, self.looks, self.fails, self.refuses = answer, looks, fails, refuses
         self.invalid = invalid
@@ -127,7 +127,10 @@ class BatchServer:
 
     def _state(self, batch: str) -> dict[str, Any]:
         about = self.batches[batch]
-        failed = {"status": "failed", "errors": {"object": "list", "data": [{"message": self.invalid}]}}
+        failed = {
+            "status": "failed",
+            "errors": {"object": "list", "data": [{"code": self.invalid, "message": f"about {self.invalid}"}]},
+        }
         return {
             "id": batch,
             "object": "batch",
