@@ -43,12 +43,12 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
-    # It lies in the folder, which may have been moved.
-    "cache",
+    # The folder with the replies, and the file of criteria, which are compared themselves, may have been moved.
+    *("cache", "static_rubric"),
     # The judge's address, and the number of workers that call it.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
 )
-"""Keys of ``judge`` that may change when a run is continued."""
+"""Keys of ``judge`` and ``algorithm`` that may change when a run is continued."""
 
 
 @dataclass(frozen=True, slots=True)

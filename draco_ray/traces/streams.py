@@ -18,7 +18,8 @@ def server_sent(text: str) -> list[Any]:
     if not text.lstrip().startswith(("data:", "event:", ": ")):
         return []
     found = []
-    for line in text.split("\n"):
+    # Not splitlines: JSON may contain its other line separators.
+    for line in text.replace("\r", "\n").split("\n"):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
             try:

@@ -1357,8 +1357,9 @@ def test_an_answer_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     assert trace.notes == ("the trace ends without an answer of the agent",)
 
 
-def test_a_streamed_answer_may_contain_other_line_separators(tmp_path: Path) -> None:
-    stream = 'data: {"choices": [{"delta": {"content": "one\u2028two"}}]}\r\n\r\ndata: [DONE]\r\n'
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_streamed_answer_may_contain_other_line_separators(tmp_path: Path, end: str) -> None:
+    stream = f'data: {{"choices": [{{"delta": {{"content": "one\u2028two"}}}}]}}{end}{end}data: [DONE]{end}'
     (trace,) = read(tmp_path, [{"request": {"messages": [USER]}, "response": stream}])[0].traces
     assert trace.turns[0].text == "one\u2028two"
 

@@ -348,10 +348,13 @@ def test_a_pinned_rubric_that_was_edited_is_another_one(tmp_path: Path) -> None:
     mine, out, groups = tmp_path / "mine.yaml", tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
     mine.write_text(f"- {json.dumps(canned_judge.CHEAPEST)}", encoding="utf-8")
     first = judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
+    # Not one that was moved and written in another way.
+    mine = mine.rename(tmp_path / "moved.yaml")
+    mine.write_text(json.dumps([canned_judge.CHEAPEST], indent=4), encoding="utf-8")
     assert judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned()) == first
     edited = {**canned_judge.CHEAPEST, "evaluator_instruction": "Pass if it is UA1."}
     mine.write_text(f"- {json.dumps(edited)}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"used other criteria than .*mine\.yaml has now; choose a new folder"):
+    with pytest.raises(ConfigError, match=r"used other criteria than .*moved\.yaml has now; choose a new folder"):
         judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
 
 
