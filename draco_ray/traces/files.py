@@ -272,7 +272,7 @@ def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
 
     These are concatenated values, or the values of a truncated list.
     """
-    from draco_ray.traces.readers.chat import is_messages
+    from draco_ray.traces.requests import is_messages
 
     try:
         text = content.decode("utf-8-sig")
@@ -302,7 +302,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 def _several(document: Any, where: str) -> Iterator[Found]:
     """The records of a list, or of a list within an object of unknown format; otherwise the document is one record."""
     from draco_ray.traces.readers import recognised
-    from draco_ray.traces.readers.chat import HISTORIES, is_messages
+    from draco_ray.traces.requests import HISTORIES, is_messages
 
     known = recognised(document) is not None
     several = isinstance(document, dict) and len(document) > 1 and document.keys().isdisjoint(HISTORIES)

@@ -9,33 +9,14 @@ from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
-from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, decoded, shown, text_of
+from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, shown, text_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
-from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, reply_entries, unwrapped
+from draco_ray.traces.messages import entries, is_message, reply_entries
 from draco_ray.traces.model import Trace, clean
+from draco_ray.traces.requests import SYSTEM, TOOLS, is_messages, request_in, system_entries, told
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import templated
 
-REQUESTS = (
-    *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
-    *("values", "chat", ""),
-)
-"""Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
-HISTORIES = (
-    "messages",
-    "messages_and_choices",
-    "contents",
-    "conversations",
-    "conversation",
-    "input",
-    "inputs",
-    "prompt",
-    "automatic_function_calling_history",
-    "trajectory",
-    "text",
-    "llm_context",
-)
-"""Fields of a record or request that may contain its messages."""
 REPLIES = (
     "outputs",
     "response.content.text",
@@ -44,6 +25,7 @@ REPLIES = (
     "result.message",
     "completion",
     "output",
+    "output_message",
     "message",
     "choices",
     "candidates",
@@ -51,17 +33,6 @@ REPLIES = (
     "steps",
 )
 """Fields that may contain the model's answer."""
-SYSTEM = (
-    "system",
-    "instructions",
-    "systemInstruction",
-    "system_instruction",
-    "config.system_instruction",
-    "config.systemInstruction",
-    "developer",
-)
-"""Possible paths of the system prompt in a request that does not have it among the messages."""
-TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 MESSAGES = {
     "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
     "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
@@ -89,39 +60,23 @@ def _parts(record: object) -> _Parts | None:
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
         return None
-    for path in REQUESTS:
-        request = decoded(path_value(record, path)) if path else record
-        if isinstance(request, Mapping) and (name := _history_name(request)) is not None:
-            break
-    else:
-        if is_lone(record):
-            return _Parts(request={}, history=[record], reply=None)
-        # The results of a batch of requests are in a separate file.
-        reply = _reply(record, record, "") if "custom_id" in record else None
-        return None if reply is None else _Parts(request={}, history=[], reply=reply)
-    history = decoded(request[name])
-    reply = _reply(record, request, name)
-    called = field(reply, "automatic_function_calling_history")
-    return _Parts(
-        request=request,
-        history=called or (history.get("messages", [history]) if isinstance(history, Mapping) else history),
-        reply=reply,
-    )
+    if (found := request_in(record)) is not None:
+        request, name, history = found
+        reply = _reply(record, request, name)
+        called = field(reply, "automatic_function_calling_history")
+        return _Parts(request=request, history=called or history, reply=reply)
+    if is_lone(record):
+        return _Parts(request={}, history=[record], reply=None)
+    # The results of a batch of requests are in a separate file.
+    reply = _reply(record, record, "") if "custom_id" in record else record if _is_answer(record) else None
+    return None if reply is None else _Parts(request={}, history=[], reply=reply)
 
 
-def _history_name(request: Mapping[str, Any]) -> str | None:
-    """The field of a request that contains its messages."""
-    # Use a copy, since a lookup in the record itself marks the field as read.
-    fields = dict(request)
-    known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
-    others = (name for name, value in fields.items() if _is_dialogue(value))
-    columns = _is_conversations(fields.get("messages"))
-    return next(known, None) or ("messages" if "messages" in fields and not columns else next(others, None))
-
-
-def _is_conversations(value: object) -> bool:
-    """Whether the value is a list of conversations, such as a column of a table."""
-    return isinstance(value, list) and bool(value) and all(map(is_messages, value[:3]))
+def _is_answer(record: Mapping[str, Any]) -> bool:
+    """Whether a record is a model's complete answer, whose request was not logged."""
+    first = (path_value(record, path) for path in ("choices.0.message", "candidates.0.content"))
+    ended = record.get("object") == "response" or record.get("done") is True
+    return ended or any(isinstance(each, Mapping) for each in first)
 
 
 def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:
@@ -137,32 +92,9 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
     return None
 
 
-def _is_history(value: object, name: str) -> bool:
-    if isinstance(value, Mapping):
-        value = value.get("messages", [value])
-    if isinstance(value, str):
-        return name in ("input", "prompt", "contents") or (name == "text" and bool(templated(value)))
-    return is_messages(value)
-
-
-def _is_dialogue(value: Any) -> bool:
-    """Whether the value is a list of messages with at least one from an agent."""
-    return is_messages(value) and any(
-        str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
-        for each in value
-        # Choices are an answer.
-        if isinstance(each, Mapping) and not isinstance(each.get("message"), Mapping)
-    )
-
-
 def is_lone(record: Mapping[str, Any]) -> bool:
     """Whether a record is a single message of a conversation with one line per message."""
     return isinstance(record.get("role"), str) and bool({"content", "tool_calls", "parts"} & record.keys())
-
-
-def is_messages(value: object) -> bool:
-    """Whether the value is a list of chat messages or items, in any dialect."""
-    return isinstance(value, list) and bool(value) and all(map(is_message, value[:3]))
 
 
 def _types(messages: object) -> set[str]:
@@ -184,7 +116,7 @@ def is_dialect(name: str) -> Callable[[object], bool]:
 def _dialect(record: object) -> str | None:
     known = _parts(record)
     if known is None:
-        return "openai-responses" if field(record, "object") == "response" else None
+        return None
     types = _types(known.history) | _types(known.reply)
     roles = [field(each, "role") is not None for each in known.history] if is_messages(known.history) else []
     if roles and all(roles) and (types & ANTHROPIC_BLOCKS or "system" in known.request):
@@ -277,8 +209,7 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
     """The value at the first of these paths that exists in the request, the record or the response."""
     first = known.history[0] if is_messages(known.history) else None
-    holders = (known.request, record, known.reply, first)
-    return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
+    return told((known.request, record, known.reply, first), paths)
 
 
 def _intermediate(record: Any) -> list[Entry]:
@@ -295,7 +226,6 @@ def _call(record: Any) -> ModelCall:
     """A record as a model call: history and output."""
     known = _parts(record)
     if known is None:
-        # The record is only a response of OpenAI; its input was not logged.
         return ModelCall(inputs=[], outputs=reply_entries(record))
     history, reply = known.history, known.reply
     inputs = entries(history, "item" if "input" in known.request else "message")
@@ -307,9 +237,7 @@ def _call(record: Any) -> ModelCall:
     asked = text_of(record, "instruction") if isinstance(record, Mapping) else ""
     if asked and not any(asked in each.text for each in inputs):
         inputs = [Entry(role="user", text=asked), *inputs]
-    if (told := _told(record, known, SYSTEM)) is not None:
-        content = told.get("parts", told) if isinstance(told, Mapping) else told
-        inputs = entries([{"role": "system", "content": content}]) + inputs
+    inputs = system_entries(_told(record, known, SYSTEM)) + inputs
     if isinstance(reply, list) and reply and not answered and not (inputs and inputs[-1].role == AGENT):
         raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
     outputs = [*_intermediate(record), *answered]

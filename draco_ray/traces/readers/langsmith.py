@@ -10,7 +10,7 @@ from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
 from draco_ray.traces.formats import Reading, build, field, path_value, reads
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
-from draco_ray.traces.readers.chat import is_messages
+from draco_ray.traces.requests import is_messages
 
 
 def is_langsmith(record: object) -> bool:

@@ -1,0 +1,116 @@
+"""The request of a model call, in the form of any provider's API: its messages, system prompt and tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draco_ray.traces.entry import Entry, decoded
+from draco_ray.traces.formats import field, path_value
+from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, unwrapped
+from draco_ray.traces.templates import templated
+
+REQUESTS = (
+    *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
+    *("values", "chat", "artifact", "message.artifact", "kwargs", ""),
+)
+"""Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
+HISTORIES = (
+    "messages",
+    "messages_and_choices",
+    "contents",
+    "conversations",
+    "conversation",
+    "input",
+    "inputs",
+    "prompt",
+    "automatic_function_calling_history",
+    "trajectory",
+    "text",
+    "llm_context",
+)
+"""Fields of a record or request that may contain its messages."""
+SYSTEM = (
+    "system",
+    "instructions",
+    "systemInstruction",
+    "system_instruction",
+    "config.system_instruction",
+    "config.systemInstruction",
+    "developer",
+)
+"""Possible paths of the system prompt in a request that does not have it among the messages."""
+TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
+
+
+def request_in(record: object) -> tuple[Mapping[str, Any], str, Any] | None:
+    """The request in a record, the field with its messages, and the messages; None if there are none."""
+    for path in REQUESTS:
+        request = decoded(path_value(record, path)) if path else record
+        if isinstance(request, Mapping) and (name := history_name(request)) is not None:
+            history = decoded(request[name])
+            history = history.get("messages", [history]) if isinstance(history, Mapping) else history
+            return request, name, history
+    return None
+
+
+def request_entries(record: object) -> list[Entry]:
+    """The system prompt and the messages of a request; empty if it has no messages.
+
+    Raises:
+        BadTrace: it contains something that is not a message.
+    """
+    if (found := request_in(record)) is None:
+        return []
+    return system_entries(told(found[:1], SYSTEM)) + entries(found[2])
+
+
+def system_entries(system: Any) -> list[Entry]:
+    """The system prompt, in the form of any provider's API; empty if there is none."""
+    content = system.get("parts", system) if isinstance(system, Mapping) else system
+    return [] if system is None else entries([{"role": "system", "content": content}])
+
+
+def told(holders: Sequence[Any], paths: Sequence[str]) -> Any:
+    """The value at the first of these paths that one of the objects has; None if none has it."""
+    return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
+
+
+def history_name(request: Mapping[str, Any]) -> str | None:
+    """The field of a request that contains its messages."""
+    # Use a copy, since a lookup in the record itself marks the field as read.
+    fields = dict(request)
+    known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
+    # The same conversation may be there with and without its calls.
+    others = [name for name, value in fields.items() if _is_dialogue(value)]
+    longest = max(others, key=lambda name: len(fields[name]), default=None)
+    columns = _is_conversations(fields.get("messages"))
+    return next(known, None) or ("messages" if "messages" in fields and not columns else longest)
+
+
+def _is_conversations(value: object) -> bool:
+    """Whether the value is a list of conversations, such as a column of a table."""
+    return isinstance(value, list) and bool(value) and all(map(is_messages, value[:3]))
+
+
+def _is_history(value: object, name: str) -> bool:
+    if isinstance(value, Mapping):
+        value = value.get("messages", [value])
+    if isinstance(value, str):
+        return name in ("input", "prompt", "contents") or (name == "text" and bool(templated(value)))
+    return is_messages(value)
+
+
+def _is_dialogue(value: Any) -> bool:
+    """Whether the value is a list of messages with at least one from an agent."""
+    return is_messages(value) and any(
+        str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
+        for each in value
+        # Choices are an answer.
+        if isinstance(each, Mapping) and not isinstance(each.get("message"), Mapping)
+    )
+
+
+def is_messages(value: object) -> bool:
+    """Whether the value is a list of chat messages or items, in any dialect."""
+    return isinstance(value, list) and bool(value) and all(map(is_message, value[:3]))
