@@ -157,6 +157,7 @@ def tool_texts(tools: object) -> tuple[str, ...]:
     declared: list[object] = []
     for tool in tools:
         # Gemini declares several functions in one tool.
+        tool = decoded(tool)
         named = tool if isinstance(tool, Mapping) else {}
         inner = named.get("functionDeclarations") or named.get("function_declarations")
         declared += inner if isinstance(inner, list) else [tool]

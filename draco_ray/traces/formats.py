@@ -155,8 +155,8 @@ def build(
     if not any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT):
         raise BadTrace("all turns of the agent are empty, because no part of them could be read")
     prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
-    # If the last turn is the agent's and has no action, the agent has finished.
-    finished = bool(turns) and turns[-1].role == AGENT and turns[-1].action is None
+    # If the last turn is a message of the agent, the agent has finished.
+    finished = bool(turns) and turns[-1].message
     return Trace(
         trace_id=trace_id or named(record, TRACE_IDS),
         task_id=task_of(record, reading, task_id),

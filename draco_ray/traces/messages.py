@@ -38,15 +38,18 @@ from draco_ray.traces.entry import (
     text_of,
     thinking,
 )
-from draco_ray.traces.parts import HIDDEN, call_of, part, parts, plain, result_of, stored
+from draco_ray.traces.parts import HIDDEN, call_of, is_tool, part, parts, plain, result_of, stored
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import tagged, templated
 
 Fields = Mapping[str, Any]
 AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "gemini")
-RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response", "observation")
-WRITTEN_CALLS = ("tool-call", "function-call")
-"""Roles of messages whose text is the calls: of smolagents, as a Python list, and of ShareGPT, as JSON."""
+RESULT_ROLES = ("tool", "function", "environment", "ipython", "observation")
+RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?")
+CALL_ROLE = re.compile(r"(tool|function)-calls?(-invocation)?")
+"""Roles, or types beside a role, of messages that are nothing but results or calls. The calls are in fields of the
+message, or its text: of smolagents a Python list, of ShareGPT JSON."""
+CALLS = "tool-call"
 LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
 """Types of LangChain's messages, also prefixes of its class names, which are roles."""
 GEMINI_CLI = ("user", "gemini", "info", "warning", "error")
@@ -63,11 +66,13 @@ _LETTA = {
     "reasoning_message": AGENT,
     "tool_return_message": "tool",
 }
-_CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", "tool_return")
+_CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", "tool_return", "message")
 """Fields of a message that may contain its text."""
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response that may contain the answer."""
-_REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
+ANSWERS = ("choices", "candidates", "generations")
+"""Fields of a response with answers, of which the first is read."""
+_REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "output", "response", *ANSWERS)
 
 
 def entries(messages: object, where: str = "message") -> list[Entry]:
@@ -115,13 +120,16 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             *(reply.get("toolResults") or ()),
         ]
         return entries([{"role": AGENT, "content": said, "reasoning": reply.get("reasoning")}], where)
-    known = "role" in reply or reply.get("type") is not None
-    if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
-        return entries([reply if known else _over({"role": AGENT}, reply)], where)
-    for name in ("choices", "candidates", "generations"):
+    if reply.get("done") is False:
+        # A piece of a streamed answer.
+        return []
+    for name in ANSWERS:
         if isinstance(reply.get(name), list) and reply[name]:
             first = reply[name][0]
             return reply_entries(first[:1] if isinstance(first, list) else first, where)
+    known = "role" in reply or reply.get("type") is not None or is_tool(reply)
+    if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
+        return entries([reply if known else _over({"role": AGENT}, reply)], where)
     for name in _CONTAINERS:
         if isinstance(inner := whole(reply.get(name)), Mapping | list):
             return reply_entries(inner, where)
@@ -129,7 +137,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
         return reply_entries(reply["content"], where)
     if not any(name in reply for name in _REPLY_KEYS):
         return []
-    content = first_of(reply, "content", "text", "output")
+    content = first_of(reply, "content", "text", "output", "response")
     return entries([_over({"role": AGENT, "content": content}, reply)], where)
 
 
@@ -147,19 +155,26 @@ def message_entries(value: object) -> list[Entry]:
         return entries(value["output"], "item")
     if value.get("kind") in ("request", "response") and "parts" in value:
         return [each for part_ in value["parts"] for each in _pydantic(part_)]
-    if "author" in value and not value.get("content") and not value.get("message"):
-        # An event of Google's ADK without content.
+    if "author" in value and not value.get("role") and not value.get("message") and _is_silent(value):
         return []
     message = unwrapped(value)
     role = _speaker(message)
-    if role is None and isinstance(value.get("type"), str):
-        role = "system" if value["type"] == "mcp_list_tools" else AGENT
+    if role is None and (isinstance(value.get("type"), str) or is_tool(value)):
+        role = "system" if value.get("type") == "mcp_list_tools" else AGENT
         return [replace(each, role=each.role or role, item=True) for each in part(value)]
     if not isinstance(role, str) or not role.strip():
         raise BadTrace(f'expected "role" as text, found {kind(role)}')
     found = list(_message(_role(role, message), message))
     item = message.get("type") in ("message", "ThoughtEvent") or "message_type" in message
     return [replace(each, item=True) for each in found] if item else found
+
+
+def _is_silent(event: Fields) -> bool:
+    """Whether an event of Google's ADK says nothing that no other event says: its content has only a role, or is a
+    piece of a streamed answer."""
+    content = event.get("content") or {}
+    empty = isinstance(content, Mapping) and not any(content[name] for name in content if name != "role")
+    return empty or event.get("partial") is True
 
 
 def is_message(value: object) -> bool:
@@ -183,7 +198,10 @@ def unwrapped(message: Fields) -> Fields:
         # A choice of an API response, as stored by ART.
         return object_of(message, "message")
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
-        return object_of(message, "content")
+        # The speaker may be beside the content; an event of Google's ADK names its author.
+        content, author = object_of(message, "content"), message.get("author")
+        role = first_of(message, "role") or (author and ("user" if author == "user" else AGENT))
+        return _over({"role": role}, content) if role and not content.get("role") else content
     if message.get("type") == "CodeExecutionEvent":
         result = object_of(message, "result")
         failed = f"exit code {result['exit_code']}" if result.get("exit_code") else None
@@ -232,14 +250,17 @@ def _role(role: str, message: Fields) -> str:
     if message.get("name") in USER_PROXIES and role != "tool":
         return "user"
     role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
+    kinds = (role, str(message.get("type")).replace("_", "-"))
+    if role in RESULT_ROLES or any(map(RESULT_ROLE.fullmatch, kinds)):
+        return "tool"
+    if any(map(CALL_ROLE.fullmatch, kinds)):
+        return CALLS
     if role in AGENT_ROLES:
         return AGENT
-    if role in RESULT_ROLES:
-        return "tool"
     if role in ("developer", "system"):
         return "system"
     name = message.get("name")
-    named = f"{role} {name}" if isinstance(name, str) and name and role not in ("user", *WRITTEN_CALLS) else role
+    named = f"{role} {name}" if isinstance(name, str) and name and role != "user" else role
     return "user" if role == "human" else named
 
 
@@ -266,13 +287,15 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
     if role != "tool" or _holds_results(stored(content)):
         content = stored(content)
-    if role in WRITTEN_CALLS:
-        yield Entry(role=AGENT, calls=tuple(_written(plain(content))), item=role == "tool-call")
+    if role == CALLS:
+        stated = tuple(_calls({"tool_calls": [message]} if {"name", "arguments"} <= message.keys() else message))
+        said = plain(content)
+        yield Entry(role=AGENT, text=said if stated else "", calls=stated or tuple(_written(said)), item=True)
         return
     if role == "tool" and not _holds_results(content):
         # LangChain's messages, which have no role, have ids of their own.
         named = message if message.get("role") is not None else _over({"id": None}, message)
-        yield result_of(named, content=plain(content).removeprefix("Observation:\n"))
+        yield result_of(named, content=None if content is None else plain(content).removeprefix("Observation:\n"))
         return
     if content and message.get("type") == "ThoughtEvent":
         content = [{"type": "thinking", "thinking": content}]
@@ -296,12 +319,13 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
         return
     # Reasoning in the content is often repeated, too.
     thought = [Entry(role="", text=t) for t in _thoughts(message) if not any(t in piece.text for piece in pieces)]
-    refusal = text_of(message, "refusal")
-    after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
+    refusal, aloud = text_of(message, "refusal"), text_of(object_of(message, "audio"), "transcript")
+    after = [Entry(role="", text=text) for text in (refusal and f"[refusal] {refusal}", aloud) if text]
     called = [Entry(role="", calls=(call,)) for call in calls]
     # Gemini CLI, whose messages have no role, has results in their calls.
     own = message.get("toolCalls") if message.get("role") is None else ()
     answers = [result_of(each) for each in own or () if each.get("result")]
+    answers += [result_of(each) for each in message.get("tool_results") or () if isinstance(each, Mapping)]
     blocks = message.get("code_blocks") if message.get("type") == "CodeGenerationEvent" else None
     ran = "\n\n".join(text_of(each, "code") for each in blocks or ())
     for entry in _turns([*thought, *pieces, *after, *called, *answers], _tokens(message)):
@@ -360,7 +384,8 @@ def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
 
 
 def _thoughts(message: Fields) -> Iterator[str]:
-    names = ("reasoning_content", "reasoning", "thinking", "thoughts", *(["thought"] if "source" in message else []))
+    names = ("reasoning_content", "reasoning", "thinking", "thoughts", "tool_plan")
+    names += ("thought",) if "source" in message else ()
     if text := thinking(text_of(message, *names)):
         yield text
         return

@@ -134,6 +134,11 @@ def _known(each: Mapping[str, Any]) -> list[Entry] | None:
     return None if text is None else [Entry(role="", text=text)]
 
 
+def is_tool(each: Mapping[str, Any]) -> bool:
+    """Whether a part is a call or a result."""
+    return bool(_tool(*_typed(each)))
+
+
 def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
     """The call of a tool, its result, or both; empty if the part is neither."""
     if type_ in ("executableCode", "executable_code"):
@@ -172,14 +177,16 @@ def call_of(fields: Mapping[str, Any], name: str = "") -> Call:
     """The call of a tool in any form; ``name`` is used if it has none."""
     return Call(
         name=text_of(fields, "name", "toolName", "tool_name", "function_name") or name,
-        arguments=first_of(fields, "input", "arguments", "args", "tool_kwargs", "server_tool_call"),
-        call_id=text_of(fields, "call_id", "id", "toolUseId", "toolCallId", "tool_call_id"),
+        arguments=first_of(
+            fields, "input", "arguments", "args", "tool_kwargs", "server_tool_call", "parameters", "params_as_json"
+        ),
+        call_id=text_of(fields, "call_id", "toolUseId", "toolCallId", "tool_call_id", "request_id", "id"),
     )
 
 
 def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None) -> Entry:
     """The result of a tool in any form, marked if the tool failed; ``content`` is used if it is given."""
-    names = ("content", "response", "result", "output", "tool_return", type_)
+    names = ("content", "response", "result", "output", "tool_return", "result_value", type_)
     said = first_of(fields, *names) if content is None else content
     if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUTS:
         type_, said = f"{type_} {said['type']}", said["value"]
@@ -196,7 +203,7 @@ def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None
         text=marked + "\n".join([*([clean(str(error))] if error and error is not True else []), *filter(None, texts)]),
         call_id=text_of(
             {**object_of(fields, "origin"), **fields},
-            *("tool_use_id", "toolUseId", "tool_call_id", "toolCallId", "call_id", "id"),
+            *("tool_use_id", "toolUseId", "tool_call_id", "toolCallId", "call_id", "id", "request_id"),
         ),
         name=text_of(fields, "name", "toolName", "tool_name"),
     )
@@ -230,6 +237,8 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
         return None
     modality = each.get("modality")
     label = str(modality) if isinstance(modality, str) and modality else name
+    if name == "audio" and (said := text_of(each, "transcript")):
+        return said
     holder = first_of(each, type_, "source", name, "image_url", "input_audio", "file")
     holder = {"url": holder} if isinstance(holder, str) else holder if isinstance(holder, Mapping) else each
     format_ = text_of(holder, "media_type", "mime_type", "mimeType", "mediaType", "format") or text_of(

@@ -82,10 +82,11 @@ def history_name(request: Mapping[str, Any]) -> str | None:
     fields = dict(request)
     known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
     # The same conversation may be there with and without its calls.
-    others = [name for name, value in fields.items() if _is_dialogue(value)]
-    longest = max(others, key=lambda name: len(fields[name]), default=None)
+    others = sorted(
+        (name for name, value in fields.items() if _is_dialogue(value)), key=lambda name: -len(fields[name])
+    )
     columns = _is_conversations(fields.get("messages"))
-    return next(known, None) or ("messages" if "messages" in fields and not columns else longest)
+    return next(known, None) or ("messages" if "messages" in fields and not columns else next(iter(others), None))
 
 
 def _is_conversations(value: object) -> bool:

@@ -39,7 +39,7 @@ def whole(reply: Any) -> Any:
     events = server_sent(reply) if isinstance(reply, str) else reply
     if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
         return reply
-    if all("choices" in each or ("done" in each and "message" in each) for each in events):
+    if all("choices" in each or ("done" in each and each.keys() & {"message", "response"}) for each in events):
         return _chat(events)
     if all("candidates" in each for each in events):
         return _gemini(events)
@@ -54,16 +54,18 @@ def whole(reply: Any) -> Any:
 
 
 def _chat(chunks: Events) -> dict[str, Any]:
-    """Join chunks of OpenAI's chat completions, or of Ollama's, which are whole messages."""
-    said: dict[str, str] = {"content": "", "reasoning_content": "", "reasoning": ""}
+    """Join chunks of OpenAI's chat completions, or of Ollama's, which are whole messages or text."""
+    said = dict.fromkeys(("content", "reasoning_content", "reasoning", "thinking", "refusal"), "")
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
         choices = chunk.get("choices", [chunk])
         for choice in [each for each in choices or () if isinstance(each, Mapping)][:1]:
-            delta = object_of(choice, "delta") or object_of(choice, "message")
+            delta = object_of(choice, "delta") or object_of(choice, "message") or choice
+            said["content"] += text_of(delta, "response", "text")
             for name in said:
                 said[name] += text_of(delta, name)
-            for call in delta.get("tool_calls") or ():
+            older = [{"index": 0, "function": delta["function_call"]}] if delta.get("function_call") else ()
+            for call in delta.get("tool_calls") or older:
                 known = calls.setdefault(call.get("index", len(calls)), {"id": "", "name": "", "arguments": ""})
                 function = call.get("function") or {}
                 if isinstance(function.get("arguments"), Mapping):

@@ -4,19 +4,20 @@
 ChatML (Qwen, Hermes)       ``<|im_start|>user\\n...<|im_end|>``
 Llama 3                     ``<|start_header_id|>user<|end_header_id|>\\n\\n...<|eot_id|>``
 calls (Hermes, Qwen)        ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``
+calls (Mistral, Granite)    ``[TOOL_CALLS][{...}, ...]``, ``[TOOL_CALLS]NAME[ARGS]{...}``, ``<|tool_call|>[{...}]``
 calls (Qwen 3 Coder)        ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``
 results                     ``<tool_response>...</tool_response>``
+messages (gpt-oss)          ``<|channel|>commentary to=functions.NAME<|message|>{...}<|call|>``
 ==========================  ===========================================================================================
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from draco_ray.traces.entry import AGENT, Call, Entry, text_of
+from draco_ray.traces.entry import AGENT, Call, Entry, decoded, first_of, text_of, thinking
 
 _TEMPLATES = tuple(
     re.compile(rf"{start}([\w-]+){head}(.*?)(?:{end}|(?={start})|\Z)", re.DOTALL)
@@ -25,9 +26,16 @@ _TEMPLATES = tuple(
         (r"<\|start_header_id\|>", r"<\|end_header_id\|>\n*", r"<\|e(?:ot|om)_id\|>"),
     )
 )
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+_OPENED, _CLOSED = (rf"[<\[]\|?{slash}(?:tool_?calls?|TOOL_?CALLS?)\|?[>\]]" for slash in ("", "/"))
+_CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|(?={_OPENED})|\Z)", re.DOTALL)
+_NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+_CHANNEL = re.compile(
+    r"<\|(?:start|channel)\|>(.*?)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)|\Z)",
+    re.DOTALL,
+)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
@@ -43,10 +51,13 @@ def templated(text: str) -> list[dict[str, str]]:
 
 def tagged(entry: Entry) -> Iterator[Entry]:
     """An entry whose text is parsed for tagged tool calls, or split into tagged results as separate entries."""
-    if entry.role == AGENT and not entry.calls and "<tool_call>" in entry.text:
+    if entry.role == AGENT and not entry.calls and entry.text.startswith(("<|channel|>", "<|start|>")):
+        yield _channels(entry)
+    elif entry.role == AGENT and not entry.calls and _CALL.search(entry.text):
         thought, end, said = entry.text.rpartition("</think>")
-        calls = tuple(call for block in _CALL.findall(said) if (call := _call(block)) is not None)
-        rest = _CALL.sub("", said).strip() if calls else said
+        calls = tuple(call for block in _CALL.findall(said) for call in _calls(block))
+        # What is no call stays.
+        rest = _CALL.sub(lambda found: "" if _calls(found[1]) else found[0], said).strip() if calls else said
         yield replace(entry, text=f"{thought}{end}{rest}", calls=calls)
     elif entry.role in ("user", "tool") and (results := _RESULT.findall(entry.text)):
         yield from (replace(entry, role="tool", text=result) for result in results)
@@ -56,15 +67,28 @@ def tagged(entry: Entry) -> Iterator[Entry]:
         yield entry
 
 
-def _call(block: str) -> Call | None:
-    """The call in a tag; None if the content is no call and stays text."""
+def _channels(entry: Entry) -> Entry:
+    """An answer of gpt-oss: reasoning, text and calls are messages in channels."""
+    texts, calls = [_CHANNEL.sub("", entry.text).strip()], list[Call]()
+    for head, body in _CHANNEL.findall(entry.text):
+        if recipient := _RECIPIENT.search(head):
+            calls.append(Call(name=recipient[1], arguments=body))
+        else:
+            texts.append(thinking(body) if "analysis" in head else body)
+    return replace(entry, text="\n".join(filter(None, texts)), calls=tuple(calls))
+
+
+def _calls(block: str) -> list[Call]:
+    """The calls in a tag; empty if the content is no call and stays text."""
     if found := _FUNCTION.search(block):
-        return Call(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))
-    try:
-        called = json.loads(block)
-    except (ValueError, RecursionError):
-        return None
-    called = called.get("function", called) if isinstance(called, Mapping) else None
-    if not isinstance(called, Mapping) or not text_of(called, "name"):
-        return None
-    return Call(name=text_of(called, "name"), arguments=called.get("arguments", called.get("parameters")))
+        return [Call(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))]
+    if named := _NAMED.fullmatch(block):
+        arguments = decoded(named[2])
+        return [Call(name=named[1], arguments=arguments)] if isinstance(arguments, Mapping) else []
+    listed = decoded(block)
+    calls: list[Call] = []
+    for each in listed if isinstance(listed, list) else [listed]:
+        called = each.get("function", each) if isinstance(each, Mapping) else None
+        if isinstance(called, Mapping) and (name := text_of(called, "name")):
+            calls.append(Call(name=name, arguments=first_of(called, "arguments", "parameters")))
+    return calls

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from draco_ray.errors import TraceError
+from draco_ray.records import EpisodeEnd
 from draco_ray.traces.load import Groups, load_traces
 
 ASKED, SAID, DONE, RESULT = (
@@ -780,6 +781,121 @@ DOCUMENTS |= {
     "jaeger": {
         "data": [{"traceID": "t", "spans": [jaeger(2, [USER, CALLING, ANSWER], LAST), jaeger(1, [USER], CALLING)]}]
     },
+    "vapi": {
+        "id": "1",
+        "artifact": {
+            "messages": [
+                {"role": "user", "message": ASKED},
+                {"role": "bot", "message": SAID, "secondsFromStart": 2.5},
+                {"role": "tool_calls", "message": "", "toolCalls": [CALL]},
+                {"role": "tool_call_result", "name": "find_room", "toolCallId": "c1", "result": RESULT},
+                {"role": "bot", "message": DONE},
+            ]
+        },
+    },
+    "retell": {
+        "call_id": "1",
+        "transcript_object": [{"role": "user", "content": ASKED}, {"role": "agent", "content": SAID}],
+        "transcript_with_tool_calls": [
+            {"role": "user", "content": ASKED},
+            {"role": "agent", "content": SAID},
+            {"role": "tool_call_invocation", "tool_call_id": "c1", "name": "find_room", "arguments": TEXT},
+            {"role": "tool_call_result", "tool_call_id": "c1", "content": RESULT},
+            {"role": "agent", "content": DONE},
+        ],
+    },
+    "elevenlabs": {
+        "transcript": [
+            {"role": "user", "message": ASKED, "tool_calls": [], "tool_results": []},
+            {
+                "role": "agent",
+                "message": SAID,
+                "tool_calls": [{"request_id": "r1", "tool_name": "find_room", "params_as_json": TEXT}],
+            },
+            {"role": "agent", "message": None, "tool_results": [{"request_id": "r1", "result_value": RESULT}]},
+            {"role": "agent", "message": DONE, "tool_calls": []},
+        ]
+    },
+    "coze": [
+        {"role": "user", "type": "question", "content": ASKED},
+        {"role": "assistant", "type": "verbose", "content": SAID},
+        {"role": "assistant", "type": "function_call", "content": json.dumps({"name": "find_room", "args": ARGUMENTS})},
+        {"role": "assistant", "type": "tool_response", "content": RESULT},
+        {"role": "assistant", "type": "answer", "content": DONE},
+    ],
+    "sharegpt, function-response": {
+        "conversations": [
+            {"from": "human", "value": ASKED},
+            {"from": "function-call", "value": json.dumps({"name": "find_room", "arguments": ARGUMENTS})},
+            {"from": "function-response", "value": RESULT},
+            {"from": "gpt", "value": DONE},
+        ]
+    },
+    "adk, whose contents have no role": {
+        "events": [
+            {"author": "user", "content": {"parts": [{"text": ASKED}]}},
+            {"author": "clerk", "content": {"parts": [{"text": SAID[:4]}]}, "partial": True},
+            {
+                "author": "clerk",
+                "content": {
+                    "parts": [{"text": SAID}, {"function_call": {"id": "1", "name": "find_room", "args": ARGUMENTS}}]
+                },
+            },
+            {
+                "author": "clerk",
+                "content": {"parts": [{"function_response": {"id": "1", "response": {"result": RESULT}}}]},
+            },
+            {"author": "clerk", "content": {"role": "model"}, "finish_reason": "MAX_TOKENS"},
+            {"author": "clerk", "content": {"role": None, "parts": [{"text": DONE}]}},
+        ]
+    },
+    "mastra": {
+        "messages": [
+            {"role": "user", "content": {"format": 2, "parts": [typed("text", text=ASKED)]}},
+            {
+                "role": "assistant",
+                "content": {
+                    "format": 2,
+                    "parts": [
+                        typed("text", text=SAID),
+                        typed(
+                            "tool-invocation",
+                            toolInvocation={"toolName": "find_room", "args": ARGUMENTS, "result": RESULT},
+                        ),
+                        typed("text", text=DONE),
+                    ],
+                },
+            },
+        ]
+    },
+    "mistral": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": f'{SAID}[TOOL_CALLS] [{{"name": "find_room", "arguments": {TEXT}}}]</s>'},
+            {"role": "tool", "content": RESULT},
+            LAST,
+        ]
+    },
+    "mistral, newer": {
+        "messages": [
+            USER,
+            {"role": "assistant", "content": f"{SAID}[TOOL_CALLS]find_room[ARGS]{TEXT}"},
+            {"role": "tool", "content": RESULT},
+            LAST,
+        ]
+    },
+    "gpt-oss": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": f"<|channel|>analysis<|message|>{SAID}<|end|><|start|>assistant<|channel|>commentary "
+                f"to=functions.find_room <|constrain|>json<|message|>{TEXT}<|call|>",
+            },
+            {"role": "tool", "content": RESULT},
+            {"role": "assistant", "content": f"<|channel|>final<|message|>{DONE}<|return|>"},
+        ]
+    },
     "tool calls as one text": {"messages": [USER, {**CALLING, "tool_calls": json.dumps([CALL])}, ANSWER, LAST]},
 }
 LINES["cursor"] = [
@@ -819,7 +935,7 @@ def test_a_run_is_the_same_in_every_format(name: str, tmp_path: Path) -> None:
     assert (trace.judged_steps[-1].text, trace.judged_steps[-1].message) == (DONE, True)
     assert RESULT in (trace.steps[0].observation or "")
     assert trace.turns[-1].text == DONE
-    if name != "sharegpt":
+    if not name.startswith("sharegpt"):
         assert SAID in "\n".join(turn.text for turn in trace.turns)
 
 
@@ -845,6 +961,8 @@ REPEATED: dict[str, tuple[tuple[Any, ...], ...]] = {
     "ollama, streamed": ((0, "response"), (1, "request", "messages", 1)),
     "jaeger": ((0, "data", 0, "spans", 1, "tags"),),
     "cursor": ((3,),),
+    "vapi": ((0, "artifact", "messages", 3, "name"),),
+    "retell": ((0, "transcript_object"),),
     "chatgpt": ((0, "mapping", "4"), (0, "mapping", "5", "message", "author", "name")),
     "claude.ai": ((0, "chat_messages", 2, "content", 2, "name"),),
     "autogen, an agent's state": ((0, "llm_context", "messages", 2, "content", 0, "name"),),
@@ -1593,3 +1711,102 @@ def test_names_in_the_output_of_an_observation_are_its_own(output: object, tmp_p
     observations = [observed(1, "GENERATION", [USER], CALLING), observed(2, "TOOL", ARGUMENTS, output)]
     found = in_short(read(tmp_path, [{"id": "t", "observations": observations}]))
     assert found == [ASKED, (f"{SAID}\n\n{CALLED}", json.dumps(output))]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"model": "m", "message": LAST, "done": True}, DONE),
+        ({"model": "m", "response": DONE, "done": True}, DONE),
+        ({"object": "chat.completion", "choices": [{"index": 0, "message": LAST}]}, DONE),
+        ({"candidates": [{"content": {"role": "model", "parts": [{"text": DONE}]}}]}, DONE),
+    ],
+)
+def test_an_answer_whose_request_was_not_logged_is_a_trace(answer: dict[str, Any], said: str, tmp_path: Path) -> None:
+    traces = [trace for group in read(tmp_path, [answer, answer]) for trace in group.traces]
+    assert [(trace.turns[0].text, trace.notes) for trace in traces] == [
+        (said, ("the trace does not contain the agent's task",))
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"question": ASKED, "choices": ["A", "B"]},
+        {"id": 1, "done": True, "response": "ok"},
+        {"model": "m", "message": LAST, "done": False},
+    ],
+)
+def test_choices_jobs_and_pieces_of_a_stream_are_no_answers(record: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="unknown format"):
+        read(tmp_path, [record])
+    # The format of the lines before does not make them answers, either.
+    assert [len(group) for group in read(tmp_path, [DOCUMENTS["openai"], record])] == [1]
+
+
+def chunk(**delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta}]}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([chunk(refusal="I will "), chunk(refusal="not.")], "[refusal] I will not."),
+        (
+            [
+                chunk(function_call={"name": "find_room", "arguments": TEXT[:5]}),
+                chunk(function_call={"arguments": TEXT[5:]}),
+            ],
+            'find_room({"day": "Fri"})',
+        ),
+        (
+            [{"response": "Yes", "done": False}, {"response": ".", "thinking": "Hm.", "done": True}],
+            "<think>Hm.</think>\nYes.",
+        ),
+        ([{"choices": [{"index": 0, "text": "Ye"}]}, {"choices": [{"index": 0, "text": "s."}]}], "Yes."),
+    ],
+)
+def test_pieces_of_streams_are_joined_whatever_they_hold(pieces: list[Any], said: str, tmp_path: Path) -> None:
+    trace = read(tmp_path, [{"request": {"messages": [USER]}, "response": pieces}])[0].traces[0]
+    assert [turn.text for turn in trace.turns] == [said]
+
+
+@pytest.mark.parametrize(
+    ("reply", "ended"),
+    [
+        ({"choices": [{"message": LAST, "finish_reason": "length"}]}, EpisodeEnd.RESPONSE_LIMIT),
+        (
+            {"candidates": [{"content": {"role": "model", "parts": [{"text": "R"}]}, "finishReason": "MAX_TOKENS"}]},
+            EpisodeEnd.RESPONSE_LIMIT,
+        ),
+        ({"role": "assistant", "content": "R", "stop_reason": "max_tokens"}, EpisodeEnd.RESPONSE_LIMIT),
+        ({"choices": [{"message": LAST, "finish_reason": "stop"}]}, EpisodeEnd.FINISHED),
+        ({"choices": [{"message": {**LAST, "content": ""}, "finish_reason": "content_filter"}]}, EpisodeEnd.UNSTATED),
+    ],
+)
+def test_an_answer_that_is_truncated_or_empty_has_not_finished(
+    reply: dict[str, Any], ended: EpisodeEnd, tmp_path: Path
+) -> None:
+    trace = read(tmp_path, [{"request": {"messages": [USER, CALLING, ANSWER]}, "response": reply}])[0].traces[0]
+    assert (trace.ended, len(trace.steps)) == (ended, 1)
+
+
+@pytest.mark.parametrize(
+    ("message", "turns"),
+    [
+        ({"content": None, "audio": {"id": "a", "transcript": DONE}}, [DONE]),
+        ({"content": [typed("output_audio", transcript=DONE)]}, [DONE]),
+        ({"content": "Write [TOOL_CALLS][{...}] before it."}, ["Write [TOOL_CALLS][{...}] before it."]),
+        (
+            {"content": '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call>'},
+            ['<tool_call>{"name": b}</tool_call>\n\na({})'],
+        ),
+        ({"type": "tool_calls", "content": SAID, "tool_calls": [CALL]}, [f'{SAID}\n\nfind_room({{"day": "Fri"}})']),
+        ({"content": '<TOOLCALL>[{"name": "a"}, {"name": "b", "arguments": {}}]</TOOLCALL>'}, ["a({})\nb({})"]),
+    ],
+)
+def test_what_an_agent_said_aloud_and_calls_within_text(
+    message: dict[str, Any], turns: list[str], tmp_path: Path
+) -> None:
+    trace = read(tmp_path, [{"messages": [USER, {"role": "assistant", **message}]}])[0].traces[0]
+    assert [turn.text for turn in trace.turns] == turns

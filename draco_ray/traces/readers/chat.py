@@ -33,6 +33,12 @@ REPLIES = (
     "steps",
 )
 """Fields that may contain the model's answer."""
+STOPS = (
+    *("incomplete_details.reason", "choices.0.finish_reason", "candidates.0.finishReason", "stop_reason"),
+    *("finish_reason", "done_reason"),
+)
+"""Possible paths of the reason why an answer ended."""
+TRUNCATED = ("length", "max_tokens", "max_output_tokens")
 MESSAGES = {
     "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
     "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
@@ -75,7 +81,7 @@ def _parts(record: object) -> _Parts | None:
 def _is_answer(record: Mapping[str, Any]) -> bool:
     """Whether a record is a model's complete answer, whose request was not logged."""
     first = (path_value(record, path) for path in ("choices.0.message", "candidates.0.content"))
-    ended = record.get("object") == "response" or record.get("done") is True
+    ended = record.get("object") == "response" or ("model" in record and record.get("done") is True)
     return ended or any(isinstance(each, Mapping) for each in first)
 
 
@@ -192,7 +198,7 @@ def _answered(records: Sequence[Any], wheres: Sequence[str]) -> list[tuple[str, 
 
 def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
-    stopped = path_value(record, "incomplete_details.reason") == "max_output_tokens"
+    stopped = str(told((known.reply, record), STOPS)).casefold() in TRUNCATED
     trace = build(
         said,
         record,
@@ -226,7 +232,7 @@ def _call(record: Any) -> ModelCall:
     """A record as a model call: history and output."""
     known = _parts(record)
     if known is None:
-        return ModelCall(inputs=[], outputs=reply_entries(record))
+        raise BadTrace("expected messages, or a model's answer")
     history, reply = known.history, known.reply
     inputs = entries(history, "item" if "input" in known.request else "message")
     answered = reply_entries(reply)
