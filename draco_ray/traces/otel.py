@@ -32,11 +32,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, first_of, kind, object_of
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, compact, decoded, first_of, kind, object_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
-from draco_ray.traces.messages import entries, reply_entries
+from draco_ray.traces.messages import ANSWERS, entries, is_message, reply_entries
 from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.parts import plain
+from draco_ray.traces.requests import TOOLS, request_entries, told
 
 Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
@@ -56,7 +57,9 @@ OUTPUTS = (
 )
 FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
 FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
-TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools")
+TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools", "ai.prompt.tools")
+AI_SDK = ("text", "object", "toolCalls", "reasoning")
+"""Parts of an answer in the attributes of Vercel's AI SDK."""
 OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
 
@@ -344,7 +347,7 @@ def _tools(attributes: Mapping[str, Any]) -> Any:
     """The tools that a model call declares, in an attribute or in its input."""
     for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
         value = _json(attributes.get(name))
-        value = _json(path_value(value, "tools")) if name not in TOOL_LISTS else value
+        value = _json(told([value, field(value, "kwargs")], TOOLS)) if name not in TOOL_LISTS else value
         if isinstance(value, list) and value:
             return value
     numbered = _numbered(_tree(attributes, "llm.tools."))
@@ -410,10 +413,13 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     attributes = span["attributes"]
     if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
-    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span) or _of_ai_sdk(attributes)
+    stated = _kind(span) != ""
+    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT, stated) or _choices(span)
+    outputs = outputs or _of_ai_sdk(attributes, of_agents)
     if not outputs:
         return None
-    inputs = _messages(attributes, INPUTS, FLAT_INPUTS, "user") or _earlier(span)
+    # The names of INPUTS are not split in nested attributes; below this one are others.
+    inputs = _messages(attributes, (*INPUTS, "ai.prompt"), FLAT_INPUTS, "user", stated) or _earlier(span)
     system = _json(attributes.get("gen_ai.system_instructions"))
     if system:
         parts = system if isinstance(system, list | str) else [system]
@@ -435,14 +441,24 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
     return 0
 
 
-def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str) -> list[Entry]:
+def _messages(
+    attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str, stated: bool = False
+) -> list[Entry]:
+    """Messages in the first of these attributes that has some; ``stated``: the span is known to be a model's or an
+    agent's, so that an object which is no message is what was asked or answered."""
     for prefix in flat:
         if messages := _flat_messages(attributes, prefix):
             return entries(messages)
     for name in names:
-        value = _json(attributes.get(name))
-        if role == AGENT and (replied := reply_entries(value)):
-            return replied
+        said = value = _json(attributes.get(name))
+        found = reply_entries(value) if role == AGENT else request_entries(value)
+        if any(each.role in (role, "tool") for each in found):
+            return found
+        if not value or (isinstance(value, Mapping) and value.keys() & set(ANSWERS)):
+            # Nothing was said, for example because the answer was blocked.
+            continue
+        if stated and role == AGENT:
+            return [Entry(role=AGENT, text=compact(said))]
         for path in ("messages", "choices", "input", "output"):
             if isinstance(value, Mapping) and isinstance(value.get(path), list):
                 value = value[path]
@@ -451,7 +467,9 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple
         if isinstance(value, list) and value:
             # LangChain's callbacks have a list of conversations, of which there is one.
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
-            unwrapped = [each.get("message", each) if isinstance(each, Mapping) else each for each in value]
+            unwrapped = [object_of(each, "message") or each if isinstance(each, Mapping) else each for each in value]
+            if stated and not all(isinstance(each, str) or is_message(each) for each in unwrapped):
+                return [Entry(role=role, text=compact(said))]
             return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
         if isinstance(value, str) and value:
             return entries([{"role": role, "content": value}])
@@ -469,7 +487,9 @@ def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str,
         role = message.get("role", "user")
         # OpenLLMetry may have a prompt's text under the name of its role.
         content = message.get("content", parts or message.get(role))
-        found.append({**message, "content": content, "tool_calls": calls, "role": role})
+        named, arguments = message.get("function_call_name"), message.get("function_call_arguments_json")
+        called = {"name": named, "arguments": arguments}
+        found.append({"function_call": called, **message, "content": content, "tool_calls": calls, "role": role})
     return found
 
 
@@ -504,12 +524,14 @@ def _choices(span: Span) -> list[Entry]:
     return []
 
 
-def _of_ai_sdk(attributes: Mapping[str, Any]) -> list[Entry]:
-    # The span around a conversation's calls repeats the last answer, without the messages.
-    if "ai.prompt.messages" not in attributes:
+def _of_ai_sdk(attributes: Mapping[str, Any], of_agents: bool) -> list[Entry]:
+    # The span around a conversation's calls has the first prompt and the last answer.
+    if "ai.prompt.messages" not in attributes and not (of_agents and "ai.prompt" in attributes):
         return []
-    text, calls = attributes.get("ai.response.text"), _json(attributes.get("ai.response.toolCalls"))
-    return entries([{"role": AGENT, "content": text, "tool_calls": calls or ()}]) if text or calls else []
+    # Version 3 has other names.
+    said = {key: attributes.get(f"ai.response.{key}") or attributes.get(f"ai.result.{key}") for key in AI_SDK}
+    message = {"content": said["text"] or said["object"], "tool_calls": _json(said["toolCalls"]) or ()}
+    return entries([{**message, "role": AGENT, "reasoning": said["reasoning"]}]) if any(said.values()) else []
 
 
 def _json(value: object) -> Any:

@@ -198,7 +198,25 @@ def mlflow() -> Json:
     }
 
 
+def gemini(message: Json) -> Json:
+    """A content of Gemini."""
+    if "tool_calls" in message:
+        calls = [each["function"] for each in message["tool_calls"]]
+        parts = [{"functionCall": {"name": c["name"], "args": json.loads(c["arguments"])}} for c in calls]
+        return {"role": "model", "parts": parts}
+    if message["role"] == "tool":
+        return {"role": "user", "parts": [{"functionResponse": {"response": {"result": message["content"]}}}]}
+    return {"role": {"assistant": "model"}.get(message["role"], "user"), "parts": [{"text": message["content"]}]}
+
+
+def asked_otherwise(asked: Any) -> list[Json]:
+    """Langfuse's observations with other inputs: ``asked`` makes them of the messages."""
+    return [{**each, "input": asked(each["input"])} if n else each for n, each in enumerate(langfuse())]
+
+
 EXPORTS: dict[str, list[Any]] = {
+    "Langfuse's decorator": asked_otherwise(lambda said: {"args": [], "kwargs": {"model": "m", "messages": said}}),
+    "Langfuse, a request of Anthropic's": asked_otherwise(lambda said: {"system": "You book.", "messages": said[1:]}),
     "Phoenix's API": [{"data": phoenix(), "next_cursor": None}],
     "Phoenix's API in OTLP": [{"data": [otlp(span) for span in phoenix()], "next_cursor": None}],
     "Phoenix's table": [row(span, place) for place, span in enumerate(phoenix())],
@@ -252,7 +270,50 @@ def typed(message: Json) -> Json:
 
 
 PARTS = {"gen_ai.operation.name": "chat"}
+FUNCTIONS = [
+    {
+        "function_call_name": c["function"]["name"],
+        "function_call_arguments_json": c["function"]["arguments"],
+        "role": "assistant",
+    }
+    if (c := next(iter(m.get("tool_calls", ())), None))
+    else {**m, "role": "function", "name": "search" if m["content"] != "ok" else "book"}
+    if m["role"] == "tool"
+    else m
+    for m in CHAT
+]
 MORE_SPANS: dict[str, Json] = {
+    "OpenInference, older function calls": spans_of(
+        [
+            {
+                "attributes": open_inference(FUNCTIONS[:end], "llm.input_messages")
+                | open_inference([FUNCTIONS[end]], "llm.output_messages")
+            }
+            for end in (2, 4, 6)
+        ]
+    ),
+    "Vercel's AI SDK 3": spans_of(
+        [
+            {
+                "attributes": {
+                    "ai.prompt.messages": json.dumps(asked),
+                    "ai.result.text": said.get("content", ""),
+                    "ai.result.toolCalls": json.dumps(
+                        [
+                            {
+                                "toolCallType": "function",
+                                "toolCallId": c["id"],
+                                "toolName": c["function"]["name"],
+                                "args": c["function"]["arguments"],
+                            }
+                            for c in said.get("tool_calls", ())
+                        ]
+                    ),
+                }
+            }
+            for asked, said in TURNS
+        ]
+    ),
     "events of 2024": spans_of(
         [
             {
@@ -326,6 +387,69 @@ MORE_SPANS: dict[str, Json] = {
 def test_messages_in_other_attributes_and_events(name: str) -> None:
     ((trace,),) = (group.traces for group in groups_of([MORE_SPANS[name]]))
     same(trace, [None] * 3)
+
+
+def generation(asked: Any, answered: Any, number: int = 1) -> Json:
+    at = {"id": f"o{number}", "startTime": f"2026-11-22T10:00:0{number}.000Z", "parentObservationId": None}
+    return {**at, "traceId": "t", "type": "GENERATION", "input": asked, "output": answered}
+
+
+def test_contents_of_gemini_in_generations() -> None:
+    contents = [gemini(message) for message in CHAT]
+    found = [
+        generation(
+            {"contents": contents[1:end], "config": {"system_instruction": "You book."}},
+            {"candidates": [{"content": contents[end]}]},
+            end,
+        )
+        for end in (2, 4, 6)
+    ]
+    ((trace,),) = (group.traces for group in groups_of(found))
+    assert [message.content for message in trace.prompt] == ["You book.", "Book JFK to SFO."]
+    assert [turn.action for turn in trace.turns] == ['search({"origin": "JFK"})', 'book({"flight": "DL9"})', None]
+    assert [turn.observation for turn in trace.turns] == ['{"result": "DL9 380 USD"}', '{"result": "ok"}', None]
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered", "shown"),
+    [
+        ("Sort it.", {"label": "refund"}, ("Sort it.", '{"label": "refund"}')),
+        ("Sort it.", '{"label": "refund"}', ("Sort it.", '{"label": "refund"}')),
+        ([CHAT[1]], [{"city": "Oslo"}, {"city": "Rome"}], ("Book JFK to SFO.", '[{"city": "Oslo"}, {"city": "Rome"}]')),
+        ([CHAT[1]], {"name": "Ann", "role": "clerk"}, ("Book JFK to SFO.", '{"name": "Ann", "role": "clerk"}')),
+        ([CHAT[1]], {"to": "Bo", "message": "Hi"}, ("Book JFK to SFO.", '{"to": "Bo", "message": "Hi"}')),
+        ({"question": "Why?"}, "So.", ('{"question": "Why?"}', "So.")),
+        ({"args": ["Why?"], "kwargs": {}}, "So.", ('{"args": ["Why?"], "kwargs": {}}', "So.")),
+    ],
+)
+def test_an_object_that_is_no_message_is_what_was_asked_or_answered(
+    asked: Any, answered: Any, shown: tuple[str, str]
+) -> None:
+    ((trace,),) = (group.traces for group in groups_of([generation(asked, answered)]))
+    assert (trace.prompt[0].content, trace.turns[0].text, trace.turns[0].message) == (*shown, True)
+
+
+def test_calls_alone_are_an_answer_and_a_blocked_or_empty_one_is_none() -> None:
+    calls = [{"toolCallId": f"c{n}", "toolName": "search", "args": "{}"} for n in (1, 2)]
+    blocked = {"candidates": [{"finishReason": "SAFETY"}]}
+    found = [generation([CHAT[1]], each, n) for n, each in enumerate((blocked, {}, calls))]
+    ((trace,),) = (group.traces for group in groups_of(found))
+    assert [turn.action for turn in trace.turns] == ["search({})\nsearch({})"]
+
+
+def test_an_object_of_the_ai_sdk_and_the_span_around_it() -> None:
+    around = {"ai.prompt": json.dumps({"system": "You book.", "prompt": "Book."}), "ai.response.object": '{"ok": 1}'}
+    call = {
+        "ai.prompt.messages": json.dumps([CHAT[0], {"role": "user", "content": "Book."}]),
+        "ai.prompt.tools": [json.dumps({"type": "function", "name": "search", "description": "Finds flights."})],
+        "ai.response.object": '{"ok": 1}',
+        "ai.response.reasoning": "Easy.",
+    }
+    for several, said in (([around], ""), ([around, call], "<think>Easy.</think>\n")):
+        ((trace,),) = (group.traces for group in groups_of([spans_of([{"attributes": each} for each in several])]))
+        assert [message.content for message in trace.prompt[:2]] == ["You book.", "Book."]
+        assert [turn.text for turn in trace.turns] == [f'{said}{{"ok": 1}}']
+    assert trace.prompt[2].content == "search: Finds flights."
 
 
 @pytest.mark.parametrize(
