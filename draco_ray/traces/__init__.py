@@ -5,6 +5,7 @@
 `readers`                 one reader per format: records to conversations
 `entry`, `parts`,         one conversation, with messages in any dialect
 `messages`
+`requests`                the messages, system prompt and tools of a request in any provider's form
 `calls`                   conversations reconstructed from single model calls
 `conversation`            a conversation as prompt, steps and gaps
 `unread`                  fields of a record that no reader looked up

@@ -11,6 +11,10 @@ smolagents         roles ``tool-call`` and ``tool-response``
 Letta              ``message_type: user_message | tool_call_message | tool_return_message | ...``
 Gemini CLI         ``type: user | gemini``, ``toolCalls`` with their ``result``, ``thoughts``
 Vercel AI SDK      ``parts`` of its user interface, ``toolInvocations``
+Vapi, Retell       roles ``tool_calls``, ``tool_call_invocation``, ``tool_call_result``; ``message``, ``result``
+ElevenLabs         ``message``, ``tool_calls``, ``tool_results``
+Coze               ``type: function_call | tool_response`` beside the role
+Google ADK         ``author`` and ``content``
 =================  =====================================================================================================
 
 Parts of a message's content are read by `draco_ray.traces.parts`. Nothing is dropped.
@@ -126,7 +130,10 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     for name in ANSWERS:
         if isinstance(reply.get(name), list) and reply[name]:
             first = reply[name][0]
-            return reply_entries(first[:1] if isinstance(first, list) else first, where)
+            while isinstance(first, list) and first:
+                first = first[0]
+            # Its type is that of an answer, not of a message.
+            return reply_entries(_over({"type": None}, first) if isinstance(first, Mapping) else first, where)
     known = "role" in reply or reply.get("type") is not None or is_tool(reply)
     if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
         return entries([reply if known else _over({"role": AGENT}, reply)], where)

@@ -32,7 +32,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, compact, decoded, first_of, kind, object_of
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, decoded, first_of, kind, object_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
 from draco_ray.traces.messages import ANSWERS, entries, is_message, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -77,6 +77,7 @@ KINDS = (
 """Attributes with the kind of a span."""
 TOOL_CALL_IDS = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
 TOOL_NAMES = ("gen_ai.tool.name", "tool.name", "ai.toolCall.name", "traceloop.entity.name")
+TOOL_ARGUMENTS = ("gen_ai.tool.call.arguments", *INPUTS[2:], "ai.toolCall.args", "traceloop.entity.input")
 TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[1:], "ai.toolCall.result", "traceloop.entity.output")
 
 
@@ -310,11 +311,13 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
 def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
     """The spans that are model calls, without parents of other calls, which may repeat their messages."""
     for of_agents in (False, True):
-        said = [
-            (span, ModelCall(inputs=found[0], outputs=found[1]))
-            for span in of_trace
-            if (found := _said(span, of_agents))
-        ]
+        said = []
+        for span in of_trace:
+            if (found := _said(span, of_agents)) is not None:
+                inputs, outputs = found
+                if of_agents and not any(entry.calls for entry in inputs + outputs):
+                    outputs = [*_used(span, of_trace), *outputs]
+                said.append((span, ModelCall(inputs=inputs, outputs=outputs)))
         parents = {span["parent"] for span, _ in said}
         if said:
             return [each for each in said if each[0]["id"] not in parents] or said
@@ -399,13 +402,16 @@ def _kind(span: Span) -> str:
 
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
     """The id of the nearest ``invoke_agent`` span above a call; empty if there is none."""
+    return next((str(each["id"]) for each in _above(span, by_id) if _kind(each) in AGENT_SPANS), "")
+
+
+def _above(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:
+    """The spans above a span, the nearest first."""
     seen = set()
     while span["parent"] in by_id and span["parent"] not in seen:
         span = by_id[span["parent"]]
         seen.add(span["id"])
-        if _kind(span) in AGENT_SPANS:
-            return str(span["id"])
-    return ""
+        yield span
 
 
 def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None:
@@ -560,11 +566,26 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
     return found
 
 
+def _used(agent: Span, of_trace: list[Span]) -> Iterator[Entry]:
+    """Calls and results of the tools' spans below an agent's span."""
+    by_id = {span["id"]: span for span in of_trace}
+    for span in of_trace:
+        if _is_tool(span) and any(each is agent for each in _above(span, by_id)):
+            name = str(first_of(span["attributes"], *TOOL_NAMES) or span["name"])
+            arguments = _json(first_of(span["attributes"], *TOOL_ARGUMENTS))
+            yield Entry(role=AGENT, calls=(Call(name=name, arguments=arguments, call_id=span["id"]),))
+            yield replace(_tool_result(span) or Entry(role="tool"), call_id=span["id"])
+
+
+def _is_tool(span: Span) -> bool:
+    return "tool" in _kind(span) or first_of(span["attributes"], *TOOL_CALL_IDS) is not None
+
+
 def _tool_result(span: Span) -> Entry | None:
     """The result in a tool span; None for other spans, or without a result."""
     attributes = span["attributes"]
     call_id = str(first_of(attributes, *TOOL_CALL_IDS) or "")
-    if "tool" not in _kind(span) and not call_id:
+    if not _is_tool(span):
         return None
     value = _json(first_of(attributes, *TOOL_RESULTS))
     name = str(first_of(attributes, *TOOL_NAMES) or span["name"])

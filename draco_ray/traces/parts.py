@@ -43,8 +43,10 @@ CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "toolUse", "func
 RESULTS = (
     *("tool_result", "tool_call_response", "tool-result", "tool-error", "tool_call_result", "toolResult"),
     *("functionResponse", "function_response", "tool-return", "retry-prompt", "_call_output"),
+    *("functionResult", "function_result"),
 )
 """Endings of the types of calls and of results."""
+CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id", "request_id")
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
 OUTPUTS = ("text", "json", "content", "error-text", "error-json")
@@ -92,7 +94,7 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """A part's type, empty if it has none, and its fields. Bedrock and Gemini write ``{TYPE: FIELDS}``; AutoGen and the
     first AI SDK write calls and results without a type."""
     each = object_of(each, "message_content") or each
-    type_ = str(first_of(each, "type", "block_type", "part_kind") or "")
+    type_ = str(first_of(each, "type", "block_type", "part_kind", "$type") or "")
     if type_ in ("toolRequest", "toolResponse"):
         # Goose wraps the call or its result in a serialized Rust ``Result``.
         held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
@@ -180,7 +182,7 @@ def call_of(fields: Mapping[str, Any], name: str = "") -> Call:
         arguments=first_of(
             fields, "input", "arguments", "args", "tool_kwargs", "server_tool_call", "parameters", "params_as_json"
         ),
-        call_id=text_of(fields, "call_id", "toolUseId", "toolCallId", "tool_call_id", "request_id", "id"),
+        call_id=text_of(fields, *CALL_IDS),
     )
 
 
@@ -203,7 +205,7 @@ def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None
         text=marked + "\n".join([*([clean(str(error))] if error and error is not True else []), *filter(None, texts)]),
         call_id=text_of(
             {**object_of(fields, "origin"), **fields},
-            *("tool_use_id", "toolUseId", "tool_call_id", "toolCallId", "call_id", "id", "request_id"),
+            *("tool_use_id", *CALL_IDS),
         ),
         name=text_of(fields, "name", "toolName", "tool_name"),
     )
@@ -240,6 +242,7 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
     if name == "audio" and (said := text_of(each, "transcript")):
         return said
     holder = first_of(each, type_, "source", name, "image_url", "input_audio", "file")
+    holder = object_of(holder, name) or holder if isinstance(holder, Mapping) else holder
     holder = {"url": holder} if isinstance(holder, str) else holder if isinstance(holder, Mapping) else each
     format_ = text_of(holder, "media_type", "mime_type", "mimeType", "mediaType", "format") or text_of(
         each, "mime_type", "media_type", "mediaType", "format"

@@ -12,7 +12,7 @@ from draco_ray.traces.templates import templated
 
 REQUESTS = (
     *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
-    *("values", "chat", "artifact", "message.artifact", "kwargs", ""),
+    *("values", "channel_values", "chat", "artifact", "message.artifact", "kwargs", ""),
 )
 """Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
 HISTORIES = (

@@ -59,14 +59,19 @@ def _chat(chunks: Events) -> dict[str, Any]:
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
         choices = chunk.get("choices", [chunk])
-        for choice in [each for each in choices or () if isinstance(each, Mapping)][:1]:
+        # Of several answers, the first is read.
+        for choice in [each for each in choices or () if isinstance(each, Mapping) and not each.get("index")]:
             delta = object_of(choice, "delta") or object_of(choice, "message") or choice
             said["content"] += text_of(delta, "response", "text")
             for name in said:
                 said[name] += text_of(delta, name)
             older = [{"index": 0, "function": delta["function_call"]}] if delta.get("function_call") else ()
             for call in delta.get("tool_calls") or older:
-                known = calls.setdefault(call.get("index", len(calls)), {"id": "", "name": "", "arguments": ""})
+                place = call.get("index", len(calls))
+                if place in calls and text_of(call, "id") not in ("", calls[place]["id"]):
+                    # Some providers give every call the index 0.
+                    place = len(calls)
+                known = calls.setdefault(place, {"id": "", "name": "", "arguments": ""})
                 function = call.get("function") or {}
                 if isinstance(function.get("arguments"), Mapping):
                     function = {**function, "arguments": json.dumps(function["arguments"])}

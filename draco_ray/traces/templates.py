@@ -4,6 +4,7 @@
 ChatML (Qwen, Hermes)       ``<|im_start|>user\\n...<|im_end|>``
 Llama 3                     ``<|start_header_id|>user<|end_header_id|>\\n\\n...<|eot_id|>``
 calls (Hermes, Qwen)        ``<tool_call>{"name": ..., "arguments": ...}</tool_call>``
+calls (Llama 3)             ``<|python_tag|>{"name": ..., "parameters": ...}``
 calls (Mistral, Granite)    ``[TOOL_CALLS][{...}, ...]``, ``[TOOL_CALLS]NAME[ARGS]{...}``, ``<|tool_call|>[{...}]``
 calls (Qwen 3 Coder)        ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``
 results                     ``<tool_response>...</tool_response>``
@@ -26,8 +27,8 @@ _TEMPLATES = tuple(
         (r"<\|start_header_id\|>", r"<\|end_header_id\|>\n*", r"<\|e(?:ot|om)_id\|>"),
     )
 )
-_OPENED, _CLOSED = (rf"[<\[]\|?{slash}(?:tool_?calls?|TOOL_?CALLS?)\|?[>\]]" for slash in ("", "/"))
-_CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|(?={_OPENED})|\Z)", re.DOTALL)
+_OPENED, _CLOSED = (rf"[<\[]\|?{slash}(?:tool_?calls?|TOOL_?CALLS?|python_tag)\|?[>\]]" for slash in ("", "/"))
+_CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|<\|e(?:ot|om)_id\|>|(?={_OPENED})|\Z)", re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)

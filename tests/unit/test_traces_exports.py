@@ -452,6 +452,43 @@ def test_an_object_of_the_ai_sdk_and_the_span_around_it() -> None:
     assert trace.prompt[2].content == "search: Finds flights."
 
 
+def test_the_spans_of_tools_are_the_steps_of_an_agent_whose_model_has_none() -> None:
+    agent = generation({"question": "Book?"}, {"answer": "Done."}, 0) | {"type": "AGENT", "id": "a"}
+    tools = [
+        generation({"origin": "JFK"}, "DL9 380 USD", 1) | {"type": "TOOL", "name": "search"},
+        generation({"flight": "DL9"}, None, 2) | {"type": "TOOL", "name": "book"},
+        generation({"flight": "DL9"}, "ok", 3) | {"type": "TOOL", "name": "book"},
+    ]
+    found = [agent, *(each | {"parentObservationId": "a"} for each in tools)]
+    ((trace,),) = (group.traces for group in groups_of(found))
+    assert [(turn.action, turn.observation) for turn in trace.turns] == [
+        ('search({"origin": "JFK"})', "DL9 380 USD"),
+        ('book({"flight": "DL9"})', ""),
+        ('book({"flight": "DL9"})', "ok"),
+        (None, None),
+    ]
+    # A model's span with messages says itself what the agent did.
+    ((trace,),) = (group.traces for group in groups_of([*found, generation([CHAT[1]], CHAT[6], 4)]))
+    assert [turn.text for turn in trace.turns] == ["Done."]
+
+
+def test_requests_of_langsmiths_runs() -> None:
+    config = {"system_instruction": "You book."}
+    for inputs in ({"system": "You book.", "messages": [CHAT[1]]}, {"contents": CHAT[1]["content"], "config": config}):
+        run = {"id": "r", "trace_id": "r", "run_type": "llm", "inputs": inputs, "outputs": CHAT[6]}
+        ((trace,),) = (group.traces for group in groups_of([run]))
+        assert [message.content for message in trace.prompt] == ["You book.", "Book JFK to SFO."]
+
+
+def test_an_image_of_openinference_has_its_address() -> None:
+    about = {"type": "image", "image.image.url": "https://a.example/x.png"}
+    content = {f"llm.input_messages.0.message.contents.0.message_content.{key}": about[key] for key in about}
+    attributes = {"llm.input_messages.0.message.role": "user", **content}
+    said = open_inference([CHAT[6]], "llm.output_messages")
+    ((trace,),) = (group.traces for group in groups_of([spans_of([{"attributes": attributes | said}])]))
+    assert trace.prompt[0].content == "[image: https://a.example/x.png]"
+
+
 @pytest.mark.parametrize(
     "tool",
     [

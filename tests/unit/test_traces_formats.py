@@ -896,6 +896,31 @@ DOCUMENTS |= {
             {"role": "assistant", "content": f"<|channel|>final<|message|>{DONE}<|return|>"},
         ]
     },
+    "microsoft.extensions.ai": {
+        "messages": [
+            {"role": "user", "contents": [{"$type": "text", "text": ASKED}]},
+            {
+                "role": "assistant",
+                "contents": [
+                    {"$type": "text", "text": SAID},
+                    {"$type": "functionCall", "callId": "c1", "name": "find_room", "arguments": ARGUMENTS},
+                ],
+            },
+            {"role": "tool", "contents": [{"$type": "functionResult", "callId": "c1", "result": RESULT}]},
+            {"role": "assistant", "contents": [{"$type": "text", "text": DONE}]},
+        ]
+    },
+    "llama 3": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": f'{SAID}<|python_tag|>{{"name": "find_room", "parameters": {TEXT}}}<|eom_id|>',
+            },
+            {"role": "ipython", "content": RESULT},
+            LAST,
+        ]
+    },
     "tool calls as one text": {"messages": [USER, {**CALLING, "tool_calls": json.dumps([CALL])}, ANSWER, LAST]},
 }
 LINES["cursor"] = [
@@ -1762,6 +1787,14 @@ def chunk(**delta: Any) -> dict[str, Any]:
         (
             [{"response": "Yes", "done": False}, {"response": ".", "thinking": "Hm.", "done": True}],
             "<think>Hm.</think>\nYes.",
+        ),
+        ([chunk(content="Y"), {"choices": [{"index": 1, "delta": {"content": "N"}}]}, chunk(content="es.")], "Yes."),
+        (
+            [
+                chunk(tool_calls=[{"index": 0, "id": each, "function": {"name": each, "arguments": "{}"}}])
+                for each in ("a", "b")
+            ],
+            "a({})\nb({})",
         ),
         ([{"choices": [{"index": 0, "text": "Ye"}]}, {"choices": [{"index": 0, "text": "s."}]}], "Yes."),
     ],

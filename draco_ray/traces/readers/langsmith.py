@@ -10,7 +10,7 @@ from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
 from draco_ray.traces.formats import Reading, build, field, path_value, reads
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
-from draco_ray.traces.requests import is_messages
+from draco_ray.traces.requests import is_messages, request_entries
 
 
 def is_langsmith(record: object) -> bool:
@@ -67,10 +67,8 @@ def _state(run: Mapping[str, Any]) -> list[Entry]:
 
 
 def _messages(inputs: object) -> list[Entry]:
-    listed = field(inputs, "messages") or field(inputs, "prompt") or field(inputs, "input")
-    if isinstance(listed, list) and listed and isinstance(listed[0], list):
-        listed = listed[0]
-    return entries(listed) if isinstance(listed, list | str) else []
+    listed = path_value(inputs, "messages.0")
+    return entries(listed) if isinstance(listed, list) else request_entries(inputs)
 
 
 def _answer(run: Mapping[str, Any]) -> list[Entry]:
