@@ -50,7 +50,7 @@ Fields = Mapping[str, Any]
 AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "gemini")
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "observation")
 RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?")
-CALL_ROLE = re.compile(r"(tool|function)-calls?(-invocation)?")
+CALL_ROLE = re.compile(r"(tool|function)-(call|use)s?(-invocation)?")
 """Roles, or types beside a role, of messages that are nothing but results or calls. The calls are in fields of the
 message, or its text: of smolagents a Python list, of ShareGPT JSON."""
 CALLS = "tool-call"
@@ -70,6 +70,7 @@ _LETTA = {
     "reasoning_message": AGENT,
     "tool_return_message": "tool",
 }
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking", "thoughts", "tool_plan")
 _CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", "tool_return", "message")
 """Fields of a message that may contain its text."""
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
@@ -201,9 +202,10 @@ def is_message(value: object) -> bool:
 
 def unwrapped(message: Fields) -> Fields:
     """The message inside a framework's wrapper, with the fields that the framework keeps beside it."""
-    if isinstance(message.get("message"), Mapping) and message.get("role") is None:
+    inner = object_of(message, "message")
+    if inner and (message.get("role") is None or inner.get("role") is not None):
         # A choice of an API response, as stored by ART.
-        return object_of(message, "message")
+        return inner
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
         # The speaker may be beside the content; an event of Google's ADK names its author.
         content, author = object_of(message, "content"), message.get("author")
@@ -295,8 +297,9 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     if role != "tool" or _holds_results(stored(content)):
         content = stored(content)
     if role == CALLS:
-        stated = tuple(_calls({"tool_calls": [message]} if {"name", "arguments"} <= message.keys() else message))
-        said = plain(content)
+        single, said = call_of(message), plain(content)
+        flat = single.name and (single.arguments is not None or not said)
+        stated = (single,) if flat else tuple(_calls(message))
         yield Entry(role=AGENT, text=said if stated else "", calls=stated or tuple(_written(said)), item=True)
         return
     if role == "tool" and not _holds_results(content):
@@ -391,9 +394,8 @@ def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
 
 
 def _thoughts(message: Fields) -> Iterator[str]:
-    names = ("reasoning_content", "reasoning", "thinking", "thoughts", "tool_plan")
-    names += ("thought",) if "source" in message else ()
-    if text := thinking(text_of(message, *names)):
+    own = ("thought",) if "source" in message else ()
+    if text := thinking(text_of(message, *_THOUGHTS, *own)):
         yield text
         return
     thoughts = message.get("thoughts")

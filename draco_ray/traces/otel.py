@@ -457,7 +457,8 @@ def _messages(
             return entries(messages)
     for name in names:
         said = value = _json(attributes.get(name))
-        found = reply_entries(value) if role == AGENT else request_entries(value)
+        several = isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
+        found = request_entries(value) if role != AGENT else [] if several else reply_entries(value)
         if any(each.role in (role, "tool") for each in found):
             return found
         if not value or (isinstance(value, Mapping) and value.keys() & set(ANSWERS)):

@@ -417,6 +417,7 @@ def test_contents_of_gemini_in_generations() -> None:
         ("Sort it.", '{"label": "refund"}', ("Sort it.", '{"label": "refund"}')),
         ([CHAT[1]], [{"city": "Oslo"}, {"city": "Rome"}], ("Book JFK to SFO.", '[{"city": "Oslo"}, {"city": "Rome"}]')),
         ([CHAT[1]], {"name": "Ann", "role": "clerk"}, ("Book JFK to SFO.", '{"name": "Ann", "role": "clerk"}')),
+        ([CHAT[1]], ["Oslo", "Rome"], ("Book JFK to SFO.", '["Oslo", "Rome"]')),
         ([CHAT[1]], {"to": "Bo", "message": "Hi"}, ("Book JFK to SFO.", '{"to": "Bo", "message": "Hi"}')),
         ({"question": "Why?"}, "So.", ('{"question": "Why?"}', "So.")),
         ({"args": ["Why?"], "kwargs": {}}, "So.", ('{"args": ["Why?"], "kwargs": {}}', "So.")),

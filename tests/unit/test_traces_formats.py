@@ -1769,6 +1769,13 @@ def test_choices_jobs_and_pieces_of_a_stream_are_no_answers(record: dict[str, An
     assert [len(group) for group in read(tmp_path, [DOCUMENTS["openai"], record])] == [1]
 
 
+def test_a_retry_after_an_empty_answer_continues_the_conversation(tmp_path: Path) -> None:
+    empty, said = {"role": "assistant", "content": ""}, {"role": "assistant", "message": LAST}
+    asked = {"messages": [USER, CALLING, ANSWER]}
+    ((trace,),) = (g.traces for g in read(tmp_path, [{"request": asked, "response": each} for each in (empty, said)]))
+    assert [turn.text for turn in trace.turns[1:]] == [DONE]
+
+
 def chunk(**delta: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "delta": delta}]}
 
@@ -1834,6 +1841,7 @@ def test_an_answer_that_is_truncated_or_empty_has_not_finished(
             {"content": '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call>'},
             ['<tool_call>{"name": b}</tool_call>\n\na({})'],
         ),
+        ({"role": "tool_use", "name": "find_room", "input": ARGUMENTS}, ['find_room({"day": "Fri"})']),
         ({"type": "tool_calls", "content": SAID, "tool_calls": [CALL]}, [f'{SAID}\n\nfind_room({{"day": "Fri"}})']),
         ({"content": '<TOOLCALL>[{"name": "a"}, {"name": "b", "arguments": {}}]</TOOLCALL>'}, ["a({})\nb({})"]),
     ],

@@ -246,7 +246,8 @@ def _call(record: Any) -> ModelCall:
     inputs = system_entries(_told(record, known, SYSTEM)) + inputs
     if isinstance(reply, list) and reply and not answered and not (inputs and inputs[-1].role == AGENT):
         raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
-    outputs = [*_intermediate(record), *answered]
+    # An empty answer is none: the next call may be a retry.
+    outputs = [*_intermediate(record), *(each for each in answered if each.role == "tool" or each.text or each.calls)]
     # Some logs repeat the history before the answer.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
         outputs = outputs[len(inputs) :]
