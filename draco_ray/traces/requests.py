@@ -81,12 +81,18 @@ def history_name(request: Mapping[str, Any]) -> str | None:
     # Use a copy, since a lookup in the record itself marks the field as read.
     fields = dict(request)
     known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
-    # The same conversation may be there with and without its calls.
-    others = sorted(
-        (name for name, value in fields.items() if _is_dialogue(value)), key=lambda name: -len(fields[name])
-    )
     columns = _is_conversations(fields.get("messages"))
-    return next(known, None) or ("messages" if "messages" in fields and not columns else next(iter(others), None))
+    if (name := next(known, None)) or ("messages" in fields and not columns):
+        return name or "messages"
+    others = {name: value for name, value in fields.items() if _is_dialogue(value)}
+    first: list[Any] = next(iter(others.values()), [])
+    # The same conversation may be there with and without its calls.
+    whole = [name for name, value in others.items() if _contents(first) <= _contents(value)]
+    return max(whole, key=lambda name: len(others[name]), default=None)
+
+
+def _contents(messages: list[Any]) -> set[str]:
+    return {repr(field(each, "content")) for each in messages}
 
 
 def _is_conversations(value: object) -> bool:

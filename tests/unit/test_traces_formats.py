@@ -1769,6 +1769,12 @@ def test_choices_jobs_and_pieces_of_a_stream_are_no_answers(record: dict[str, An
     assert [len(group) for group in read(tmp_path, [DOCUMENTS["openai"], record])] == [1]
 
 
+def test_of_two_conversations_the_fuller_one_is_read_if_it_is_the_same(tmp_path: Path) -> None:
+    judged = [LAST, {"role": "user", "content": "Was it good?"}, {"role": "assistant", "content": "Yes."}]
+    trace = read(tmp_path, [{"history": [USER, LAST], "grading": judged}])[0].traces[0]
+    assert [turn.text for turn in trace.turns] == [DONE]
+
+
 def test_a_retry_after_an_empty_answer_continues_the_conversation(tmp_path: Path) -> None:
     empty, said = {"role": "assistant", "content": ""}, {"role": "assistant", "message": LAST}
     asked = {"messages": [USER, CALLING, ANSWER]}
