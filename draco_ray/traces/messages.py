@@ -42,7 +42,7 @@ from draco_ray.traces.entry import (
     text_of,
     thinking,
 )
-from draco_ray.traces.parts import HIDDEN, call_of, is_tool, part, parts, plain, result_of, stored
+from draco_ray.traces.parts import HIDDEN, call_of, is_call, part, parts, plain, result_of, stored
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import tagged, templated
 
@@ -125,17 +125,17 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             *(reply.get("toolResults") or ()),
         ]
         return entries([{"role": AGENT, "content": said, "reasoning": reply.get("reasoning")}], where)
-    if reply.get("done") is False:
-        # A piece of a streamed answer.
+    if reply.get("done") is False and "model" in reply:
+        # A piece of a streamed answer of Ollama.
         return []
-    for name in ANSWERS:
+    for name in () if reply.get("role") else ANSWERS:
         if isinstance(reply.get(name), list) and reply[name]:
             first = reply[name][0]
             while isinstance(first, list) and first:
                 first = first[0]
             # Its type is that of an answer, not of a message.
             return reply_entries(_over({"type": None}, first) if isinstance(first, Mapping) else first, where)
-    known = "role" in reply or reply.get("type") is not None or is_tool(reply)
+    known = "role" in reply or reply.get("type") is not None or is_call(reply)
     if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
         return entries([reply if known else _over({"role": AGENT}, reply)], where)
     for name in _CONTAINERS:
@@ -167,7 +167,7 @@ def message_entries(value: object) -> list[Entry]:
         return []
     message = unwrapped(value)
     role = _speaker(message)
-    if role is None and (isinstance(value.get("type"), str) or is_tool(value)):
+    if role is None and (isinstance(value.get("type"), str) or is_call(value)):
         role = "system" if value.get("type") == "mcp_list_tools" else AGENT
         return [replace(each, role=each.role or role, item=True) for each in part(value)]
     if not isinstance(role, str) or not role.strip():
@@ -203,7 +203,8 @@ def is_message(value: object) -> bool:
 def unwrapped(message: Fields) -> Fields:
     """The message inside a framework's wrapper, with the fields that the framework keeps beside it."""
     inner = object_of(message, "message")
-    if inner and (message.get("role") is None or inner.get("role") is not None):
+    bare = first_of(message, "content", "parts", "tool_calls") is None
+    if inner and (message.get("role") is None or (bare and inner.get("role") is not None)):
         # A choice of an API response, as stored by ART.
         return inner
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
@@ -259,7 +260,8 @@ def _role(role: str, message: Fields) -> str:
     if message.get("name") in USER_PROXIES and role != "tool":
         return "user"
     role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
-    kinds = (role, str(message.get("type")).replace("_", "-"))
+    # A type tells what an agent's message is; other speakers stay who they are.
+    kinds = (role, str(message.get("type")).replace("_", "-") if role in AGENT_ROLES else "")
     if role in RESULT_ROLES or any(map(RESULT_ROLE.fullmatch, kinds)):
         return "tool"
     if any(map(CALL_ROLE.fullmatch, kinds)):
@@ -298,9 +300,13 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
         content = stored(content)
     if role == CALLS:
         single, said = call_of(message), plain(content)
-        flat = single.name and (single.arguments is not None or not said)
-        stated = (single,) if flat else tuple(_calls(message))
-        yield Entry(role=AGENT, text=said if stated else "", calls=stated or tuple(_written(said)), item=True)
+        blocks = content if isinstance(content, list) else ()
+        if single.name and (single.arguments is not None or not said):
+            yield Entry(role=AGENT, text=said, calls=(single,), item=True)
+        elif any(_calls(message)) or any(piece.calls for piece in parts(blocks)):
+            yield from (replace(each, item=True) for each in _message(AGENT, message))
+        else:
+            yield Entry(role=AGENT, calls=tuple(_written(said)), item=True)
         return
     if role == "tool" and not _holds_results(content):
         # LangChain's messages, which have no role, have ids of their own.
@@ -330,12 +336,15 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     # Reasoning in the content is often repeated, too.
     thought = [Entry(role="", text=t) for t in _thoughts(message) if not any(t in piece.text for piece in pieces)]
     refusal, aloud = text_of(message, "refusal"), text_of(object_of(message, "audio"), "transcript")
+    if any(aloud in piece.text for piece in pieces):
+        aloud = ""
     after = [Entry(role="", text=text) for text in (refusal and f"[refusal] {refusal}", aloud) if text]
     called = [Entry(role="", calls=(call,)) for call in calls]
     # Gemini CLI, whose messages have no role, has results in their calls.
     own = message.get("toolCalls") if message.get("role") is None else ()
     answers = [result_of(each) for each in own or () if each.get("result")]
-    answers += [result_of(each) for each in message.get("tool_results") or () if isinstance(each, Mapping)]
+    listed = message.get("tool_results")
+    answers += [result_of(each) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
     blocks = message.get("code_blocks") if message.get("type") == "CodeGenerationEvent" else None
     ran = "\n\n".join(text_of(each, "code") for each in blocks or ())
     for entry in _turns([*thought, *pieces, *after, *called, *answers], _tokens(message)):

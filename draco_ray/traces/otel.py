@@ -459,14 +459,15 @@ def _messages(
         said = value = _json(attributes.get(name))
         several = isinstance(value, list) and len(value) > 1 and all(isinstance(each, str) for each in value)
         found = request_entries(value) if role != AGENT else [] if several else reply_entries(value)
-        if any(each.role in (role, "tool") for each in found):
+        if any(each.role in (role, "tool", "user") for each in found):
             return found
-        if not value or (isinstance(value, Mapping) and value.keys() & set(ANSWERS)):
+        blocked = role == AGENT and isinstance(value, Mapping) and value.keys() & set(ANSWERS)
+        if not value or blocked or (isinstance(value, str) and not value.strip()):
             # Nothing was said, for example because the answer was blocked.
             continue
         if stated and role == AGENT:
             return [Entry(role=AGENT, text=compact(said))]
-        for path in ("messages", "choices", "input", "output"):
+        for path in ("messages", "choices", "input", "output") if role == AGENT else ("messages", "input"):
             if isinstance(value, Mapping) and isinstance(value.get(path), list):
                 value = value[path]
         if isinstance(value, Mapping):
@@ -475,7 +476,7 @@ def _messages(
             # LangChain's callbacks have a list of conversations, of which there is one.
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
             unwrapped = [object_of(each, "message") or each if isinstance(each, Mapping) else each for each in value]
-            if stated and not all(isinstance(each, str) or is_message(each) for each in unwrapped):
+            if stated and not any(isinstance(each, str) or is_message(each) for each in unwrapped):
                 return [Entry(role=role, text=compact(said))]
             return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
         if isinstance(value, str) and value:

@@ -46,7 +46,7 @@ RESULTS = (
     *("functionResult", "function_result"),
 )
 """Endings of the types of calls and of results."""
-CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id", "request_id")
+CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id")
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
 OUTPUTS = ("text", "json", "content", "error-text", "error-json")
@@ -136,9 +136,9 @@ def _known(each: Mapping[str, Any]) -> list[Entry] | None:
     return None if text is None else [Entry(role="", text=text)]
 
 
-def is_tool(each: Mapping[str, Any]) -> bool:
-    """Whether a part is a call or a result."""
-    return bool(_tool(*_typed(each)))
+def is_call(each: Mapping[str, Any]) -> bool:
+    """Whether a part is a call."""
+    return any(entry.calls for entry in _tool(*_typed(each)))
 
 
 def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import Entry, decoded
+from draco_ray.traces.entry import Entry, decoded, first_of
 from draco_ray.traces.formats import field, path_value
 from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, unwrapped
 from draco_ray.traces.templates import templated
 
 REQUESTS = (
     *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
-    *("values", "channel_values", "chat", "artifact", "message.artifact", "kwargs", ""),
+    *("values", "chat", "", "channel_values", "artifact", "message.artifact", "kwargs"),
 )
 """Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
 HISTORIES = (
@@ -43,32 +43,37 @@ SYSTEM = (
 TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 
 
-def request_in(record: object) -> tuple[Mapping[str, Any], str, Any] | None:
+def request_in(record: object, paths: Sequence[str] = REQUESTS) -> tuple[Mapping[str, Any], str, Any] | None:
     """The request in a record, the field with its messages, and the messages; None if there are none."""
-    for path in REQUESTS:
+    for path in paths:
         request = decoded(path_value(record, path)) if path else record
         if isinstance(request, Mapping) and (name := history_name(request)) is not None:
-            history = decoded(request[name])
+            # A prompt may be JSON itself.
+            history = decoded(request[name]) if _is_history(decoded(request[name]), name) else request[name]
             history = history.get("messages", [history]) if isinstance(history, Mapping) else history
             return request, name, history
     return None
 
 
 def request_entries(record: object) -> list[Entry]:
-    """The system prompt and the messages of a request; empty if it has no messages.
+    """The system prompt and the messages of a record that is a request; empty if it has no messages.
 
     Raises:
         BadTrace: it contains something that is not a message.
     """
-    if (found := request_in(record)) is None:
+    if (found := request_in(record, ("", *REQUESTS))) is None:
         return []
-    return system_entries(told(found[:1], SYSTEM)) + entries(found[2])
+    request, _, history = found
+    if isinstance(history, list):
+        history = [{"role": "user", "content": each} if isinstance(each, str) else each for each in history]
+    return system_entries(told([request], SYSTEM)) + entries(history)
 
 
 def system_entries(system: Any) -> list[Entry]:
     """The system prompt, in the form of any provider's API; empty if there is none."""
     content = system.get("parts", system) if isinstance(system, Mapping) else system
-    return [] if system is None else entries([{"role": "system", "content": content}])
+    known = isinstance(content, str | list | Mapping)
+    return entries([{"role": "system", "content": content}]) if known else []
 
 
 def told(holders: Sequence[Any], paths: Sequence[str]) -> Any:
@@ -80,7 +85,8 @@ def history_name(request: Mapping[str, Any]) -> str | None:
     """The field of a request that contains its messages."""
     # Use a copy, since a lookup in the record itself marks the field as read.
     fields = dict(request)
-    known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
+    read = ((name, value) for name in HISTORIES if name in fields for value in (decoded(fields[name]), fields[name]))
+    known = (name for name, value in read if _is_history(value, name))
     columns = _is_conversations(fields.get("messages"))
     if (name := next(known, None)) or ("messages" in fields and not columns):
         return name or "messages"
@@ -92,7 +98,8 @@ def history_name(request: Mapping[str, Any]) -> str | None:
 
 
 def _contents(messages: list[Any]) -> set[str]:
-    return {repr(field(each, "content")) for each in messages}
+    names = ("content", "parts", "message", "text", "value")
+    return {repr(first_of(each, *names)) for each in messages if isinstance(each, Mapping)}
 
 
 def _is_conversations(value: object) -> bool:

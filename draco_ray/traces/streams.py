@@ -57,22 +57,27 @@ def _chat(chunks: Events) -> dict[str, Any]:
     """Join chunks of OpenAI's chat completions, or of Ollama's, which are whole messages or text."""
     said = dict.fromkeys(("content", "reasoning_content", "reasoning", "thinking", "refusal"), "")
     calls: dict[int, dict[str, str]] = {}
-    for chunk in chunks:
-        choices = chunk.get("choices", [chunk])
+    latest: dict[int, int] = {}
+    listed = [chunk.get("choices", [chunk]) or () for chunk in chunks]
+    choices = [each for several in listed for each in several if isinstance(each, Mapping)]
+    first = min((choice.get("index") or 0 for choice in choices), default=0)
+    for choice in choices:
         # Of several answers, the first is read.
-        for choice in [each for each in choices or () if isinstance(each, Mapping) and not each.get("index")]:
+        if (choice.get("index") or 0) == first:
             delta = object_of(choice, "delta") or object_of(choice, "message") or choice
-            said["content"] += text_of(delta, "response", "text")
             for name in said:
-                said[name] += text_of(delta, name)
+                said[name] += text_of(delta, *((name, "response", "text") if name == "content" else (name,)))
             older = [{"index": 0, "function": delta["function_call"]}] if delta.get("function_call") else ()
             for call in delta.get("tool_calls") or older:
-                place = call.get("index", len(calls))
-                if place in calls and text_of(call, "id") not in ("", calls[place]["id"]):
-                    # Some providers give every call the index 0.
-                    place = len(calls)
-                known = calls.setdefault(place, {"id": "", "name": "", "arguments": ""})
                 function = call.get("function") or {}
+                index = call.get("index", len(calls))
+                place = latest.get(index, index)
+                another = place in calls and text_of(call, "id") not in ("", calls[place]["id"])
+                if another and text_of(function, "name"):
+                    # Some providers give every call the index 0. Others give every piece an id of its own, but no name.
+                    place = len(calls)
+                latest[index] = place
+                known = calls.setdefault(place, {"id": "", "name": "", "arguments": ""})
                 if isinstance(function.get("arguments"), Mapping):
                     function = {**function, "arguments": json.dumps(function["arguments"])}
                 known["id"] = known["id"] or text_of(call, "id")

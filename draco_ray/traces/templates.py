@@ -27,7 +27,9 @@ _TEMPLATES = tuple(
         (r"<\|start_header_id\|>", r"<\|end_header_id\|>\n*", r"<\|e(?:ot|om)_id\|>"),
     )
 )
-_OPENED, _CLOSED = (rf"[<\[]\|?{slash}(?:tool_?calls?|TOOL_?CALLS?|python_tag)\|?[>\]]" for slash in ("", "/"))
+_OPENED, _CLOSED = (
+    rf"(?:<\|?{slash}(?:tool_?calls?|TOOLCALL|python_tag)\|?>|\[{slash}TOOL_CALLS\])" for slash in ("", "/")
+)
 _CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|<\|e(?:ot|om)_id\|>|(?={_OPENED})|\Z)", re.DOTALL)
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
@@ -72,7 +74,8 @@ def _channels(entry: Entry) -> Entry:
     """An answer of gpt-oss: reasoning, text and calls are messages in channels."""
     texts, calls = [_CHANNEL.sub("", entry.text).strip()], list[Call]()
     for head, body in _CHANNEL.findall(entry.text):
-        if recipient := _RECIPIENT.search(head):
+        recipient = _RECIPIENT.search(head)
+        if recipient and recipient[1] != AGENT:
             calls.append(Call(name=recipient[1], arguments=body))
         else:
             texts.append(thinking(body) if "analysis" in head else body)

@@ -420,6 +420,12 @@ def test_contents_of_gemini_in_generations() -> None:
         ([CHAT[1]], ["Oslo", "Rome"], ("Book JFK to SFO.", '["Oslo", "Rome"]')),
         ([CHAT[1]], {"to": "Bo", "message": "Hi"}, ("Book JFK to SFO.", '{"to": "Bo", "message": "Hi"}')),
         ({"question": "Why?"}, "So.", ('{"question": "Why?"}', "So.")),
+        ({"choices": ["A", "B"]}, "So.", ('{"choices": ["A", "B"]}', "So.")),
+        ({"messages": ["Why?"]}, "So.", ("Why?", "So.")),
+        ({"messages": [CHAT[1]], "system": True}, "So.", ("Book JFK to SFO.", "So.")),
+        ({"messages": [CHAT[1]], "kwargs": {"prompt": "x"}}, "So.", ("Book JFK to SFO.", "So.")),
+        ({"input": '{"a": 1}'}, "So.", ('{"a": 1}', "So.")),
+        ([CHAT[1]], {"call_id": "1", "content": "So."}, ("Book JFK to SFO.", "So.")),
         ({"args": ["Why?"], "kwargs": {}}, "So.", ('{"args": ["Why?"], "kwargs": {}}', "So.")),
     ],
 )
@@ -428,6 +434,12 @@ def test_an_object_that_is_no_message_is_what_was_asked_or_answered(
 ) -> None:
     ((trace,),) = (group.traces for group in groups_of([generation(asked, answered)]))
     assert (trace.prompt[0].content, trace.turns[0].text, trace.turns[0].message) == (*shown, True)
+
+
+def test_a_part_among_messages_leaves_them_messages() -> None:
+    used = {"type": "tool_use", "name": "f", "input": {}}
+    ((trace,),) = (group.traces for group in groups_of([generation([CHAT[1], used], CHAT[6])]))
+    assert (trace.prompt[0].content, trace.turns[0].action) == ("Book JFK to SFO.", "f({})")
 
 
 def test_calls_alone_are_an_answer_and_a_blocked_or_empty_one_is_none() -> None:

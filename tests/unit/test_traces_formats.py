@@ -1810,6 +1810,28 @@ def chunk(**delta: Any) -> dict[str, Any]:
             "a({})\nb({})",
         ),
         ([{"choices": [{"index": 0, "text": "Ye"}]}, {"choices": [{"index": 0, "text": "s."}]}], "Yes."),
+        ([{"choices": [{"index": 1, "delta": {"content": each}}]} for each in ("Ye", "s.")], "Yes."),
+        (
+            [
+                chunk(tool_calls=[{"index": 0, "id": id_, "function": function}])
+                for id_, function in (
+                    ("a", {"name": "f", "arguments": ""}),
+                    (None, {"arguments": '{"x": 1}'}),
+                    ("b", {"name": "g", "arguments": ""}),
+                    (None, {"arguments": '{"y": 2}'}),
+                )
+            ],
+            'f({"x": 1})\ng({"y": 2})',
+        ),
+        (
+            # Each piece has an id of its own.
+            [
+                chunk(tool_calls=[{"index": 0, "id": "r1", "function": {"name": "f", "arguments": ""}}]),
+                chunk(tool_calls=[{"index": 0, "id": "r2", "function": {"arguments": '{"x": '}}]),
+                chunk(tool_calls=[{"index": 0, "id": "r3", "function": {"arguments": "1}"}}]),
+            ],
+            'f({"x": 1})',
+        ),
     ],
 )
 def test_pieces_of_streams_are_joined_whatever_they_hold(pieces: list[Any], said: str, tmp_path: Path) -> None:
@@ -1847,6 +1869,18 @@ def test_an_answer_that_is_truncated_or_empty_has_not_finished(
             {"content": '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": b}</tool_call>'},
             ['<tool_call>{"name": b}</tool_call>\n\na({})'],
         ),
+        (
+            {"type": "tool_use", "content": [typed("text", text=SAID), typed("tool_use", name="f", input={})]},
+            [f"{SAID}\n\nf({{}})"],
+        ),
+        (
+            {"type": "tool_calls", "reasoning_content": "Hm.", "content": SAID, "tool_calls": [CALL]},
+            [f'<think>Hm.</think>\n{SAID}\n\nfind_room({{"day": "Fri"}})'],
+        ),
+        ({"content": DONE, "audio": {"id": "a", "transcript": DONE}}, [DONE]),
+        ({"content": DONE, "message": LAST | {"content": "Yes."}}, [DONE]),
+        ({"content": DONE, "tool_results": 3}, [DONE]),
+        ({"content": 'See [tool_calls] {"name": "a"}'}, ['See [tool_calls] {"name": "a"}']),
         ({"role": "tool_use", "name": "find_room", "input": ARGUMENTS}, ['find_room({"day": "Fri"})']),
         ({"type": "tool_calls", "content": SAID, "tool_calls": [CALL]}, [f'{SAID}\n\nfind_room({{"day": "Fri"}})']),
         ({"content": '<TOOLCALL>[{"name": "a"}, {"name": "b", "arguments": {}}]</TOOLCALL>'}, ["a({})\nb({})"]),
@@ -1857,3 +1891,32 @@ def test_what_an_agent_said_aloud_and_calls_within_text(
 ) -> None:
     trace = read(tmp_path, [{"messages": [USER, {"role": "assistant", **message}]}])[0].traces[0]
     assert [turn.text for turn in trace.turns] == turns
+
+
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_a_type_beside_a_role_makes_no_other_speaker_the_agent(role: str, tmp_path: Path) -> None:
+    said = {"role": role, "type": "tool_call", "content": "Hurry."}
+    trace = read(tmp_path, [{"messages": [USER, CALLING, ANSWER, said, LAST]}])[0].traces[0]
+    assert [(turn.role, turn.text) for turn in trace.turns[1:]] == [(role, "Hurry."), ("assistant", DONE)]
+
+
+def test_a_result_whose_request_has_an_id_belongs_to_its_call(tmp_path: Path) -> None:
+    result = {"role": "tool", "content": RESULT, "request_id": "r9"}
+    trace = read(tmp_path, [{"messages": [USER, CALLING, result, LAST]}])[0].traces[0]
+    assert trace.turns[0].observation == RESULT
+
+
+@pytest.mark.parametrize("name", ["kwargs", "artifact", "channel_values"])
+def test_messages_of_a_record_come_before_those_of_what_it_contains(name: str, tmp_path: Path) -> None:
+    trace = read(tmp_path, [{"messages": [USER, LAST], name: {"prompt": "Other."}}])[0].traces[0]
+    assert [message.content for message in trace.prompt] == [ASKED]
+    assert [turn.text for turn in trace.turns] == [DONE]
+
+
+def test_conversations_in_parts_are_compared_too(tmp_path: Path) -> None:
+    ours, judged = (
+        [{"role": role, "parts": [{"text": text}]} for role, text in zip(("user", "model") * 2, texts, strict=False)]
+        for texts in ((ASKED, DONE), ("Judge.", "Good.", "Sure?", "Yes."))
+    )
+    trace = read(tmp_path, [{"seed": 1, "history": ours, "grading": judged}])[0].traces[0]
+    assert [turn.text for turn in trace.turns] == [DONE]

@@ -10,7 +10,7 @@ from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
 from draco_ray.traces.formats import Reading, build, field, path_value, reads
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
-from draco_ray.traces.requests import is_messages, request_entries
+from draco_ray.traces.requests import is_messages, request_entries, told
 
 
 def is_langsmith(record: object) -> bool:
@@ -67,7 +67,7 @@ def _state(run: Mapping[str, Any]) -> list[Entry]:
 
 
 def _messages(inputs: object) -> list[Entry]:
-    listed = path_value(inputs, "messages.0")
+    listed = told([inputs], ("messages.0", "prompt.0", "input.0"))
     return entries(listed) if isinstance(listed, list) else request_entries(inputs)
 
 
