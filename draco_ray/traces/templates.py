@@ -34,8 +34,10 @@ _CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|<\|e(?:ot|om)_id\|>|
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
+# The head is bounded, so that marks without a message cost no more than other text.
 _CHANNEL = re.compile(
-    r"<\|(?:start|channel)\|>(.*?)<\|message\|>(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)|\Z)",
+    r"<\|(?:start|channel)\|>([^<]*(?:<\|(?:channel|constrain)\|>[^<]*){0,2})<\|message\|>"
+    r"(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)|\Z)",
     re.DOTALL,
 )
 _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")

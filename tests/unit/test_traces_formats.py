@@ -1920,3 +1920,10 @@ def test_conversations_in_parts_are_compared_too(tmp_path: Path) -> None:
     )
     trace = read(tmp_path, [{"seed": 1, "history": ours, "grading": judged}])[0].traces[0]
     assert [turn.text for turn in trace.turns] == [DONE]
+
+
+@pytest.mark.parametrize("mark", ["<|start|>", "<|channel|>"])
+def test_marks_without_a_message_cost_no_time(mark: str, tmp_path: Path) -> None:
+    text = f"{mark}a " * 20_000
+    trace = read(tmp_path, [{"messages": [USER, LAST | {"content": text}]}])[0].traces[0]
+    assert trace.turns[0].text.startswith(f"{mark}a {mark}a")
