@@ -102,6 +102,21 @@ def test_what_a_rollout_writes_stays_its_own(prompts: Prompts, text: str) -> Non
 
 
 @each_set
+def test_what_users_say_is_what_the_next_step_was_asked(prompts: Prompts) -> None:
+    played = example_trajectory()
+    first, *rest = played.turns
+    spoken = [
+        replace(first, role="user", text=text, action=None, observation=None, last_token=first.first_token)
+        for text in ("First: a\nheavy box.", "Next: a tin.", "Quick!")
+    ]
+    played = replace(played, turns=(spoken[0], first, *spoken[1:], *rest))
+    for prompt in (Score(played, RUBRIC), Credit(played, RUBRIC, SCORES)):
+        (run,) = read(prompt.prompt(prompts)).runs
+        assert run.steps[0].asked.endswith("First: a\nheavy box.")
+        assert run.steps[1].asked.split() == ["Next:", "a", "tin.", "Quick!"]
+
+
+@each_set
 def test_a_rule_of_ones_own_sees_the_closing_message_and_how_the_run_ended(prompts: Prompts) -> None:
     shown: list[tuple[list[tuple[str, bool]], str]] = []
 

@@ -30,6 +30,8 @@ class Step:
     code: str
     output: str | None
     message: bool = False
+    asked: str = ""
+    """What users said between the step before and this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,8 @@ def _conversation(text: str, code: str) -> Run:
     codes: dict[int, str] = {}
     outputs: dict[int, str] = {}
     messages: set[int] = set()
+    asked: dict[int, str] = {}
+    said = ""
     for role, rest, body in _parts(rf"^\[([A-Z ]+) {code}\](.*)$", text):
         if found := re.search(r"step (\d+)(, message)?\)$", rest):
             number, text_of = int(found[1]), unescape(body.strip("\n"))
@@ -159,8 +163,13 @@ def _conversation(text: str, code: str) -> Run:
             elif role == "ASSISTANT":
                 codes[number] = text_of.rpartition("</think>")[2].strip() if found[2] else _code(text_of)
                 messages |= {number} if found[2] else set()
+                asked[number], said = said, ""
+        elif role == "USER":
+            said += unescape(body)
     steps = (
-        Step(number=each, code=codes[each], output=outputs.get(each), message=each in messages)
+        Step(
+            number=each, code=codes[each], output=outputs.get(each), message=each in messages, asked=asked[each].strip()
+        )
         for each in sorted(codes)
     )
     return Run(steps=tuple(steps), ended=_ended(text, code))
@@ -177,16 +186,19 @@ def _code(turn: str) -> str:
 
 
 def _summary(text: str, code: str) -> Run:
-    steps, ended = [], _ended(text, code)
+    steps, asked, ended = [], "", _ended(text, code)
     text = re.split(rf"^\[END {code}\]", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
-    for title, number, body in _parts(rf"^### (?:(Step) (\d+)|[A-Z][^\n]*) \[{code}\]$", text):
-        if title:
+    for title, number, body in _parts(rf"^### (?:(Step|USER)(?: (\d+))?|[A-Z][^\n]*) \[{code}\]$", text):
+        if title == "USER":
+            asked += unescape(body)
+        elif title:
             parts = _parts(rf"^(Reasoning|Action|Message|Output) (\[{code}\]):$", body)
             sections = {name: unescape(content.strip("\n")) for name, _, content in parts}
             said = sections.get("Message")
             action = sections.get("Action", "") if said is None else said
-            output = sections.get("Output")
-            steps.append(Step(number=int(number), code=action, output=output, message=said is not None))
+            told: dict[str, Any] = {"output": sections.get("Output"), "message": said is not None}
+            steps.append(Step(number=int(number), code=action, asked=asked.strip(), **told))
+            asked = ""
     return Run(steps=tuple(steps), ended=ended)
 
 
