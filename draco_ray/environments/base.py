@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
+from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig, ModelConfig, Tree
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 from draco_ray.registry import find
@@ -120,8 +120,8 @@ class Environment(ABC):
     def task(self, task_id: str) -> Task:
         """A task as the policy may see it, without ground truth. Raises: WorldError: there is no such task."""
 
-    def check_model(self, path: str) -> None:  # noqa: B027
-        """Check, before anything is started, that a model fits this environment; ``path``: a folder or a hub name.
+    def check_model(self, model: ModelConfig, agent: AgentConfig) -> None:  # noqa: B027
+        """Check, before anything is started, that a model fits this environment.
 
         Raises: ConfigError: one line; the model does not fit.
         """

@@ -262,7 +262,7 @@ def task_prompts(
             "it in the agent's program, so add it to agent.pass_environment"
         )
     chat = chat_tokens(config)
-    environment.check_model(config.model.path)
+    environment.check_model(config.model, config.agent)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # The agent only makes prompts here; nothing is sampled.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)

@@ -1,10 +1,11 @@
-"""The agent of ``environment.use: verifiers``: verifiers plays with its own harness and samples from the policy."""
+"""The agent of ``environment.use: verifiers``: verifiers plays with its own harness and asks the endpoint."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,9 @@ from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
+from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import shared_endpoint
-from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
-from draco_ray.verifiers.traces import trajectory_of
 
 _NOBODYS = {"SandboxError", "ToolsetError", "InterceptionError", "TunnelError", "ProviderError", "TaskError"}
 """Errors from verifiers' infrastructure or the taskset's code, which the policy did not cause."""
@@ -43,15 +43,13 @@ class VerifiersAgent:
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
         """See `Agent`. Raises: what the policy raises; ConfigError: no episode can be played."""
-        episode = TokenEpisode(request, self._policy, self._config)
-        tokenizer = self._policy.chat.tokenizer.name_or_path
+        episode = Episode(request, self._policy, self._config)
         played: dict[str, Any] = {"traces": [], "errors": [], "timeout": False}
         crash: EnvironmentCrashed | None = None
-        async with shared_endpoint().serving(episode) as base_url:
+        async with shared_endpoint().serving(episode):
             order = {
-                "base_url": base_url,
-                "model": episode.name,
-                "tokenizer": os.path.abspath(tokenizer) if os.path.isdir(tokenizer) else tokenizer,
+                "base_url": shared_endpoint().shared_url,
+                "model": episode.model,
                 "seconds": self._config.timeout_seconds,
             }
             playing = asyncio.ensure_future(world.act(json.dumps(order)))
@@ -71,15 +69,14 @@ class VerifiersAgent:
         if "unusable" in played:
             raise ConfigError(f"verifiers: {played['unusable']}")
         ended, why = (end_of(crash), str(crash)) if crash is not None else _end(episode, played, self._config)
-        trajectory = trajectory_of(
-            played["traces"],
-            episode,
-            request=request,
-            policy=self._policy,
-            config=self._config,
+        trained = {trace["id"] for trace in played["traces"] if trace["trainable"]}
+        trajectory = episode.trajectory(
+            ended,
+            why,
             prompt=self.prompt(world.task),
-            ended=ended,
-            error=why,
+            closing=_closing(played["traces"], why),
+            sessions=trained,
+            others=_others(played["traces"], trained & episode.sessions),
         )
         if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
             return trajectory
@@ -88,7 +85,22 @@ class VerifiersAgent:
         return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 
 
-def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> tuple[EpisodeEnd, str | None]:
+def _others(traces: Sequence[Mapping[str, Any]], trained: set[str]) -> Iterator[tuple[float, Mapping[str, Any]]]:
+    """What was said in the traces that are not ``trained``: a time of the monotonic clock, and a chat message."""
+    clock = time.time() - time.monotonic()
+    for trace in traces:
+        # The role "assistant" is the policy's.
+        role = "other agent" if trace["agent"] == "assistant" else trace["agent"]
+        if trace["id"] not in trained:
+            yield from ((said["at"] - clock, {**said["message"], "role": role}) for said in trace["said"])
+
+
+def _closing(traces: Sequence[Mapping[str, Any]], why: str | None) -> str:
+    stops = [f"{trace['agent']}: {trace['stop']}" for trace in traces if trace["stop"]]
+    return "\n".join(["The episode has ended.", *stops, *filter(None, [why])])
+
+
+def _end(episode: Episode, played: dict[str, Any], config: AgentConfig) -> tuple[EpisodeEnd, str | None]:
     """How the episode ended, and a reason unless it ended normally."""
     ours = [trace for trace in played["traces"] if trace["trainable"]]
     errors = [*played["errors"], *(error for trace in ours for error in trace["errors"] if not trace["ok"])]

@@ -1,7 +1,6 @@
 """Bridge between this package and verifiers; run as a file by the Python of verifiers' virtual environment.
 
     python bridge.py tasks            # list the tasks
-    python bridge.py renderer         # check that a renderer fits the model in the option ``tokenizer``
     python bridge.py serve FOLDER     # play episodes, each ordered on a connection of its own to FOLDER/episodes
 
 Standard input gives the options, a line of JSON; standard output gets a JSON object, for ``serve`` when it is ready;
@@ -32,13 +31,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from draco_ray.verifiers.template_renderer import no_renderer, proven_renderer
-else:
-    # This file is run as a script, so its folder is on the path and this package is not.
-    from template_renderer import no_renderer, proven_renderer
+from typing import Any
 
 WANTED = "0.4"
 """Prefix of the supported versions of verifiers."""
@@ -53,7 +46,7 @@ _END_SECONDS = 10.0
 
 
 class Unusable(Exception):
-    """The taskset, environment or renderer cannot be used; the message is one line for the user."""
+    """The taskset or environment cannot be used; the message is one line for the user."""
 
 
 # --------------------------------------------------------------------------------------------- tasks and environment
@@ -250,23 +243,6 @@ def _line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-# -------------------------------------------------------------------------------------------------------- renderers
-
-
-def check_renderer(options: dict[str, Any]) -> None:
-    """Check that a renderer can express tools for the model. Raises: Unusable."""
-    _check_version()
-    from renderers.base import MODEL_RENDERER_MAP
-
-    tokenizer = options["tokenizer"]
-    try:
-        name = proven_renderer(tokenizer, options["sampling"].get("chat_template_kwargs"))
-    except Exception as error:
-        raise Unusable(f"model {tokenizer}: its tokenizer cannot be loaded: {_line(error)}") from None
-    if name is None and tokenizer not in MODEL_RENDERER_MAP:
-        raise Unusable(no_renderer(options["taskset"]["id"], options["offers"], tokenizer))
-
-
 # --------------------------------------------------------------------------------------------------------- scripts
 
 
@@ -330,8 +306,6 @@ class Player:
             Task.scoring_deferred = True
         self.running: set[asyncio.Task[Any]] = set()
         """Episodes that are played, or being ended."""
-        self._renderers: dict[str, dict[str, Any] | None] = {}
-        self._choosing = asyncio.Lock()
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Play the episode that a connection orders, until it ends or the connection is closed."""
@@ -353,21 +327,14 @@ class Player:
 
     async def _play(self, order: dict[str, Any]) -> dict[str, Any]:
         from verifiers.v1.clients import ModelContext
-        from verifiers.v1.configs.client import TrainClientConfig
+        from verifiers.v1.configs.client import EvalClientConfig
         from verifiers.v1.types import SamplingConfig
 
         task = self._found.tasks.get(order["task"])
         if task is None:
             raise LookupError(f"no task {order['task']!r}")
-        client = TrainClientConfig.model_validate(
-            {
-                "type": "train",
-                "base_url": order["base_url"],
-                "api_key_var": "DRACO_NO_KEY",
-                "renderer": await self._renderer(order["tokenizer"]),
-                "renderer_model_name": order["tokenizer"],
-            }
-        )
+        # Episodes differ only in the model, so verifiers uses the same connections for all of them.
+        client = EvalClientConfig(base_url=order["base_url"], api_key_var="DRACO_NO_KEY")
         sampling = SamplingConfig.model_validate(self._found.options["sampling"])
         (slot,) = self._found.env.slots(task)
         context = ModelContext(model=order["model"], client=client, sampling=sampling)
@@ -381,23 +348,10 @@ class Player:
         finally:
             playing.cancel()
         episode = playing.result()
-        self._check_usable(episode, order["tokenizer"])
+        self._check_usable(episode)
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
 
-    async def _renderer(self, tokenizer: str) -> dict[str, Any] | None:
-        """The renderer's configuration, from the options or `proven_renderer` (cached)."""
-        options = self._found.options
-        if options["renderer"] is not None:
-            return dict(options["renderer"])
-        async with self._choosing:
-            if tokenizer not in self._renderers:
-                told = options["sampling"].get("chat_template_kwargs")
-                name = await asyncio.to_thread(proven_renderer, tokenizer, told)
-                print(f"renderer of {tokenizer}: {name or 'as the package renderers decides'}", flush=True)
-                self._renderers[tokenizer] = None if name is None else {"name": name}
-            return self._renderers[tokenizer]
-
-    def _check_usable(self, episode: Any, tokenizer: str) -> None:
+    def _check_usable(self, episode: Any) -> None:
         """Raises: Unusable: an episode failed before its first message, in a way that every retry would repeat."""
         if any(node.sampled for trace in episode.traces for node in trace.nodes):
             return
@@ -406,8 +360,9 @@ class Player:
             # The package verifiers formats errors of its own process like this; the output of programs looks different.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
-            if "DefaultRenderer does not support tools" in error.message and self._renderers.get(tokenizer) is None:
-                raise Unusable(no_renderer(taskset, "it", tokenizer))
+            # The endpoint's words.
+            if refused := re.search(r"the chat template of [^\n]* does not support tools [^\n\"]*", error.message):
+                raise Unusable(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
 
     def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
         """The record of an episode; with rewards only if requested."""
@@ -428,41 +383,23 @@ def _error(error: Any) -> dict[str, str]:
 
 
 def _trace(trace: Any) -> dict[str, Any]:
-    trained = {id(node) for branch in trace.branches if branch.trainable for node in branch.nodes}
     return {
+        "id": trace.id,
         "agent": trace.agent.name,
         "trainable": trace.agent.trainable,
         "ok": trace.ok,
         "stop": trace.stop_condition,
         "errors": [_error(error) for error in trace.errors],
-        "nodes": [_node(node, trained=id(node) in trained) for node in trace.nodes],
+        "said": [_message(node) for node in trace.nodes if node.sampled],
     }
 
 
-def _node(node: Any, *, trained: bool) -> dict[str, Any]:
+def _message(node: Any) -> dict[str, Any]:
+    """When a sampled message was received, and the message in the form of chat completions."""
     from verifiers.v1.types import content_text
 
-    message = node.message
-    return {
-        "parent": node.parent,
-        "role": message.role,
-        "name": getattr(message, "name", None),
-        "text": content_text(message.content),
-        "calls": [
-            {"name": call.name, "arguments": call.arguments} for call in getattr(message, "tool_calls", None) or ()
-        ],
-        "sampled": node.sampled,
-        "trained": trained,
-        "tokens": node.token_ids,
-        "at": node.timestamp,
-        "tools": [
-            {
-                "type": "function",
-                "function": {"name": tool.name, "description": tool.description, "parameters": tool.parameters},
-            }
-            for tool in node.tools
-        ],
-    }
+    calls = [{"function": {"name": call.name, "arguments": call.arguments}} for call in node.message.tool_calls or ()]
+    return {"at": node.timestamp, "message": {"content": content_text(node.message.content), "tool_calls": calls}}
 
 
 # ------------------------------------------------------------------------------------------------------------- main
@@ -507,10 +444,7 @@ def main() -> None:
         out.flush()
 
     try:
-        if sys.argv[1] == "renderer":
-            check_renderer(options)
-            answer({})
-        elif sys.argv[1] == "tasks":
+        if sys.argv[1] == "tasks":
             answer(Found(options).told())
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)

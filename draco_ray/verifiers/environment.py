@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig, ModelConfig
 from draco_ray.environments.base import Environment, WorldVerdict, list_items
-from draco_ray.errors import EnvironmentCrashed, WorldError
+from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 from draco_ray.verifiers.options import read_options, told_to_bridge, verifiers_python
-from draco_ray.verifiers.process import Listing, check_renderer, end_bridge, listing, shared_bridge
+from draco_ray.verifiers.process import Listing, end_bridge, listing, shared_bridge
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
-policy; what came back stands as its output. The last turn is what the agent hands in.
+policy; what its tools returned stands as its output. The last turn is what the agent hands in.
 - Turns of sub-agents, and those after a rewritten history, stand in branches of their own, in the order of time. What \
 other agents or the environment said stands under their role.
 - How the episode ended stands at the end, under PROGRAM."""
@@ -56,15 +55,21 @@ class VerifiersEnvironment(Environment):
             raise WorldError(f"taskset {self.options.taskset.get('id')!r}: no task {task_id!r}")
         return Task(task_id=task_id, instruction=instructions[task_id] or task_id)
 
-    def check_model(self, path: str) -> None:
+    def check_model(self, model: ModelConfig, agent: AgentConfig) -> None:
         """See `Environment`; checks that the model's template can express the taskset's tools, if they are known."""
         offers = self._listing.tools
-        if offers is None or self.options.renderer is not None:
+        if offers is None:
             return
-        told = told_to_bridge(self.options, ground_truth=False)
-        tokenizer = os.path.abspath(path) if os.path.isdir(path) else path
-        passed = tuple(self.options.pass_environment)
-        check_renderer(told, verifiers_python(self.options), passed, tokenizer=tokenizer, offers=offers)
+        # Listing tasks needs no tokenizer.
+        from draco_ray.engine.chat import ChatTokens
+        from draco_ray.engine.model_directory import load_tokenizer
+        from draco_ray.engine.tool_calls import check_calls
+
+        chat = ChatTokens(load_tokenizer(model.path, model.chat_template), thinking=agent.thinking)
+        try:
+            check_calls(chat, agent.tool_parser)
+        except ConfigError as error:
+            raise ConfigError(f"verifiers: {offers} offers the policy tools, but {error}") from None
 
     async def open(self, task_id: str) -> VerifiersWorld:
         """See `Environment`."""
@@ -92,7 +97,7 @@ class VerifiersWorld:
         """Play the episode.
 
         Args:
-            action: JSON: ``base_url``, ``model``, ``tokenizer``, ``seconds``.
+            action: JSON: ``base_url``, ``model``, ``seconds``.
 
         Returns: JSON: ``traces``, ``errors``, ``timeout``, without rewards; or ``unusable``, why it cannot be played.
         Raises: EnvironmentCrashed.

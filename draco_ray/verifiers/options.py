@@ -16,6 +16,13 @@ VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
 
 
+class VerifiersSampling(Tree):
+    """verifiers' sampling configuration; the run sets the rest."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    """Maximum number of tokens of a turn."""
+
+
 class VerifiersOptions(Tree):
     """The taskset to play, and the settings for playing it."""
 
@@ -28,11 +35,7 @@ class VerifiersOptions(Tree):
     splits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). Empty: ``dev``
     is the first fifth of the tasks, 50 at most, and ``train`` the others, the next 1000 of a taskset without an end."""
-    renderer: dict[str, Any] | None = None
-    """Renderer of the package renderers, which tokenizes messages: ``{name: qwen3}``. null: chosen by the model's hub
-    name, else the renderer that produces the chat template's tokens, else the template itself, without tools."""
-    sampling: dict[str, Any] = Field(default_factory=dict)
-    """``max_tokens`` and ``chat_template_kwargs`` of verifiers' sampling configuration; the run sets the rest."""
+    sampling: VerifiersSampling = VerifiersSampling()
     success_at: float = 1.0
     """Minimum reward with which an episode counts as success."""
     path: list[str] = Field(default_factory=list)
@@ -67,5 +70,5 @@ def verifiers_python(options: VerifiersOptions) -> str:
 
 def told_to_bridge(options: VerifiersOptions, *, ground_truth: bool) -> str:
     """The bridge's options, a line of JSON."""
-    told = options.model_dump(include={"taskset", "env", "splits", "renderer", "sampling", "path"})
+    told = options.model_dump(include={"taskset", "env", "splits", "sampling", "path"})
     return json.dumps({**told, "truth": ground_truth})

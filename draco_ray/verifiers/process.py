@@ -54,31 +54,9 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
     Raises: ConfigError: one line; verifiers is missing or of another version, or the taskset or its requirements are
         missing.
     """
-    answer = _asked("taskset", "tasks", told, python, passed)
-    return Listing(
-        splits=answer["splits"], instructions=answer["tasks"], rewarded=answer["rewarded"], tools=answer["tools"]
-    )
-
-
-@functools.cache
-def check_renderer(told: str, python: str, passed: tuple[str, ...], *, tokenizer: str, offers: str) -> None:
-    """Check that a model's template can express tools.
-
-    Args:
-        told, python, passed: see `listing`.
-        tokenizer: the model's folder or hub name.
-        offers: what offers the tools, for the message.
-
-    Raises: ConfigError: one line.
-    """
-    told = json.dumps({**json.loads(told), "tokenizer": tokenizer, "offers": offers})
-    _asked("tokenizer", "renderer", told, python, passed)
-
-
-def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [python, str(_BRIDGE), mode],
+            [python, str(_BRIDGE), "tasks"],
             input=told,
             capture_output=True,
             encoding="utf-8",
@@ -88,7 +66,7 @@ def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"verifiers: the {what} could not be loaded within {_LIST_SECONDS:g} s") from None
+        raise ConfigError(f"verifiers: the taskset could not be loaded within {_LIST_SECONDS:g} s") from None
     except OSError as error:
         raise ConfigError(f"verifiers: {python} cannot be started: {error}") from None
     try:
@@ -96,11 +74,13 @@ def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]
     except ValueError:
         last = " ".join(done.stderr.split())[-300:]
         raise ConfigError(
-            f"verifiers: the {what} could not be loaded (status {done.returncode}); last output: {last}"
+            f"verifiers: the taskset could not be loaded (status {done.returncode}); last output: {last}"
         ) from None
     if "error" in answer:
         raise ConfigError(f"verifiers: {answer['error']}")
-    return dict(answer)
+    return Listing(
+        splits=answer["splits"], instructions=answer["tasks"], rewarded=answer["rewarded"], tools=answer["tools"]
+    )
 
 
 class BridgeProcess:

@@ -10,11 +10,10 @@ from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
 
-def _shelved(task: str, steps: Sequence[Step]) -> Iterator[tuple[bool, bool, str, int]]:
+def _shelved(steps: Sequence[Step]) -> Iterator[tuple[bool, bool, str, int]]:
     """Each parcel: fragile, heavy, the shelf it was put on, the step that did it."""
-    came = [task, *(step.output or "" for step in steps)]
-    for step, told in zip(steps, came, strict=False):
-        parcel = re.search(r"(?:First|Next): a ((?:heavy|light)(?: fragile)?) ", told)
+    for step in steps:
+        parcel = re.search(r"(?:First|Next): a ((?:heavy|light)(?: fragile)?) ", step.asked)
         if parcel:
             yield "fragile" in parcel[1], "heavy" in parcel[1], step.code.strip()[-1:], step.number
 
@@ -27,7 +26,7 @@ def _verdict(wrong: list[int], right: list[int]) -> tuple[Verdict, list[int]]:
 
 def fragile(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Fragile parcels go on shelf A."""
-    found = [(shelf == "A", number) for is_fragile, _, shelf, number in _shelved(task, steps) if is_fragile]
+    found = [(shelf == "A", number) for is_fragile, _, shelf, number in _shelved(steps) if is_fragile]
     return _verdict([n for right, n in found if not right], [n for right, n in found if right])
 
 
@@ -35,7 +34,7 @@ def weight(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Others go where their weight says."""
     found = [
         (shelf == ("B" if heavy else "C"), number)
-        for is_fragile, heavy, shelf, number in _shelved(task, steps)
+        for is_fragile, heavy, shelf, number in _shelved(steps)
         if not is_fragile
     ]
     return _verdict([n for right, n in found if not right], [n for right, n in found if right])
@@ -43,7 +42,7 @@ def weight(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 def a_shelf(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Every answer is a shelf."""
-    found = [(shelf in ("A", "B", "C"), number) for _, _, shelf, number in _shelved(task, steps)]
+    found = [(shelf in ("A", "B", "C"), number) for _, _, shelf, number in _shelved(steps)]
     return _verdict([n for right, n in found if not right], [n for right, n in found if right])
 
 

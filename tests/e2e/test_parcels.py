@@ -49,10 +49,11 @@ def test_traces_are_rollouts_with_their_tokens_and_log_probs(run: RunDirectory) 
     assert len(played) == 2 * 6
     for trajectory in played:
         assert trajectory.error is None
-        assert trajectory.turns[-1].role == "program"
-        # Three parcels: what the policy says of each is a step, and the next parcel its output.
+        # Three parcels: each is asked about, and what the policy says of it is a step.
+        assert [turn.role for turn in trajectory.turns] == [*["user", "assistant"] * 3, "program"]
+        asked = [turn.text for turn in trajectory.turns if turn.role == "user"]
+        assert [" First: a " in asked[0], " Next: a " in asked[1], " Next: a " in asked[2]] == [True] * 3
         assert [step.text in SHELVES for step in trajectory.steps] == [True] * 3
-        assert ["Next: a" in (step.observation or "") for step in trajectory.steps] == [True, True, False]
         assert {step.policy_version for step in trajectory.steps} == {0}
         # A letter and the end of the turn, three times.
         assert int(trajectory.sampled_T.sum()) == 6

@@ -144,7 +144,6 @@ def test_what_verifiers_server_leaves_goes_with_the_next_start(tmp_path_factory:
         "taskset": {"id": str(REPOSITORY / "tests/support/verifiers_tasks.py")},
         "path": [str(REPOSITORY / "examples/parcels")],
         "splits": {"all": {}},
-        "renderer": {"name": "default"},
     }
     # A short name: the path of a socket has 107 bytes at most.
     check(BRIDGE, options, tmp_path_factory.mktemp("t"))

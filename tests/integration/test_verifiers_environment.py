@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import json
 import os
 import signal
-import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,7 +31,6 @@ from draco_ray.training.session import task_prompts
 from draco_ray.verifiers.agent import VerifiersAgent
 from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
-from tests.support.tool_templates import QWEN3, in_words
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("verifiers")]
 
@@ -45,6 +42,10 @@ TOOLS: dict[str, Any] = {
     "splits": {"train": {}},
 }
 TALK = REPOSITORY / "examples/parcels"
+WITHOUT_TOOLS = (
+    "{%- for each in messages %}{{- '<|im_start|>' + each.role + '\\n' + each.content + '<|im_end|>\\n' }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +57,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(verifiers: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of a model whose chat template is Qwen3's, as every fine-tune has it."""
-    folder = tmp_path_factory.mktemp("tuned")
-    # Of Qwen3's template, as the package renderers has them.
-    told = "import json; from renderers import qwen3; print(json.dumps([qwen3._TOOLS_HEADER, qwen3._TOOLS_FOOTER]))"
-    words = json.loads(subprocess.check_output([verifiers, "-c", told]))
+def toolless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a model whose chat template has no place for tools."""
+    folder = tmp_path_factory.mktemp("toolless")
     tokenizer = copy.deepcopy(TOKENIZER)
-    tokenizer.chat_template = in_words(QWEN3, *words)
+    tokenizer.chat_template = WITHOUT_TOOLS
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -91,7 +89,7 @@ def playing(environment: Any, model: Path, seconds: float = 300) -> Player:
 
 @asynccontextmanager
 async def player(model: Path, *, truth: bool = False, **options: Any) -> AsyncIterator[Player]:
-    told = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)], "splits": {"all": {}}, "renderer": {"name": "default"}}
+    told = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)], "splits": {"all": {}}}
     environment = make_environment(
         EnvironmentConfig(use="verifiers", options={**told, **options}, start_timeout_seconds=200),
         DataConfig(),
@@ -125,7 +123,7 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
     talked, world = await at.play("talk")
     assert (talked.ended, talked.error, talked.branches) == (EpisodeEnd.FINISHED, None, (0,))
     assert [step.text for step in talked.steps] == ["Done.", "Done."]
-    assert [step.observation for step in talked.steps] == ["Go on.", None]
+    assert [turn.text for turn in talked.turns if turn.role == "user"] == ["Do talk.", "Go on."]
     assert {step.policy_version for step in talked.steps} == {3}
     # What the policy saw and sampled is what is trained on, to the token.
     assert at.sampler.asked[1] + at.sampler.sampled[1] == talked.token_ids_T.tolist()
@@ -140,6 +138,8 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
     judged, _ = await at.play("judged")
     assert next(turn.role for turn in judged.turns) == "other"
     assert len(judged.steps) == 2
+    # The first of its turns was another agent's, of which no token is trained on.
+    assert at.sampler.asked[-1] + at.sampler.sampled[-1] == judged.token_ids_T.tolist()
     raised, _ = await at.play("raise")
     assert raised.ended is EpisodeEnd.CRASHED
     assert "the environment cannot read that move" in str(raised.error)
@@ -167,20 +167,35 @@ async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Pat
             await world.evaluate()
 
 
-async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_its_templates(
-    tuned: Path, model: Path
-) -> None:
-    async with player(tuned, **TOOLS, renderer=None) as at:
+async def test_tools_are_called_as_the_models_chat_template_writes_them(toolless: Path, model: Path) -> None:
+    async with player(model, **TOOLS) as at:
         call = '<tool_call>\n{"name": "shelf_look", "arguments": {"place": "shelf 3"}}\n</tool_call>'
         at.sampler.lines = lambda prompt: f"{'It is gone.' if 'Nothing is on shelf 3' in prompt else call}{END}"
         played, _ = await at.play("find")
         assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None)
         assert [step.observation for step in played.steps] == ["Nothing is on shelf 3.", None]
-        # The template itself says the same of the first turn.
-        assert "# Tools" in TOKENIZER.decode(at.sampler.asked[0])
-        # Where there is none no other attempt mends it: the run ends with the first episode.
-        with pytest.raises(ConfigError, match=r"no renderer writes them .*renderer\.name to .*\(qwen3, "):
-            await playing(at.environment, model).play("find")
+        assert "Tools you may call" in TOKENIZER.decode(at.sampler.asked[0])
+        assert at.sampler.asked[1] + at.sampler.sampled[1] == played.token_ids_T.tolist()
+        # Where it has no place for them no other attempt mends it: the run ends with the first episode.
+        with pytest.raises(
+            ConfigError, match=r"offers the policy tools, but .* does not support tools .*chat_template"
+        ):
+            await playing(at.environment, toolless).play("find")
+
+
+async def test_a_harness_speaks_any_dialect_of_the_endpoint(model: Path) -> None:
+    taskset = {"id": str(REPOSITORY / "tests/support/verifiers_dialects.py")}
+    async with player(model, taskset=taskset, env={"agent": {"harness": {"id": "verifiers_dialects"}}}) as at:
+        tasks = at.environment.tasks("all")
+        assert len(tasks) == 6
+        for number, task in enumerate(tasks):
+            played, _ = await at.play(task)
+            assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None)
+            assert at.sampler.asked[number] + at.sampler.sampled[number] == played.token_ids_T.tolist()
+            assert [(turn.role, turn.text) for turn in played.turns[:-1]] == [
+                ("user", "Hello."),
+                ("assistant", "Done."),
+            ]
 
 
 @IN_ORDER
@@ -213,8 +228,8 @@ async def test_an_episode_is_ended_at_its_time_and_a_server_that_dies_is_replace
     assert not [each for each in psutil.Process().children(recursive=True) if _marked(each)]
 
 
-def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tools_are_known_of(
-    model: Path, tuned: Path
+def test_a_model_without_tools_is_refused_before_anything_starts_where_tools_are_known_of(
+    model: Path, toolless: Path
 ) -> None:
     def preflight(folder: Path, **options: Any) -> None:
         config = load_config("verifiers", [f"model.path={folder}"])
@@ -223,19 +238,18 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
         task_prompts(config, make_environment(environment, DataConfig()), [])
 
     with pytest.raises(ConfigError) as caught:
-        preflight(model, **TOOLS)
+        preflight(toolless, **TOOLS)
     said = str(caught.value)
     assert "taskset 'verifiers_tools' offers the policy tools" in said
-    assert f"the chat template of model {model} does" in said
-    assert "set environment.options.renderer.name to" in said
+    assert f"the chat template of '{toolless}' does not support tools" in said
+    assert "or set model.chat_template" in said
     assert "\n" not in said
     kinds = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)]}
     bash = {"player": {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}}
     with pytest.raises(ConfigError, match="harness 'bash' offers the policy tools"):
-        preflight(model, **kinds, env=bash)
-    for fine in ({**TOOLS, "renderer": {"name": "default"}}, kinds):
-        preflight(model, **fine)
-    preflight(tuned, **TOOLS)
+        preflight(toolless, **kinds, env=bash)
+    preflight(toolless, **kinds)
+    preflight(model, **TOOLS)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +265,7 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
         ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded (status 1)"),
         ({"python": "/nowhere"}, "is not an executable file; correct environment.options.python"),
         ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
+        ({"sampling": {"chat_template_kwargs": {}}}, "sampling.chat_template_kwargs: Extra inputs are not permitted"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(tmp_path: Path, options: dict[str, Any], said: str) -> None:

@@ -133,9 +133,3 @@ def tool_tokenizer(template: str) -> PreTrainedTokenizerFast:
     if "[INST]" in template:
         tokenizer.add_special_tokens({"bos_token": "<s>", "eos_token": "</s>"})
     return tokenizer
-
-
-def in_words(template: str, header: str, footer: str) -> str:
-    """``QWEN3`` with other words before and behind the list of tools, those of a model's own template."""
-    header, footer = (words.replace("\n", "\\n") for words in (header, footer))
-    return template.replace("Tools you may call:\\n<tools>", header).replace("\\n</tools>", footer)

@@ -125,7 +125,7 @@ def plan_policy(
     tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
     if policy.api_model is None:
-        environment.check_model(config.model.path)
+        environment.check_model(config.model, config.agent)
     else:
         settings |= {f"api.{key}": value for key, value in asdict(policy.api).items() if key != "api_key_env"}
     plan = Plan(

@@ -12,8 +12,10 @@ import bisect
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 from draco_ray.config.schema import AgentConfig
@@ -44,6 +46,8 @@ class _Turn:
     text: str
     use: ToolUse | None
     side_call: bool
+    cached: int
+    """Number of tokens before it that an earlier turn recorded."""
     opening: Sequence[Mapping[str, Any]]
     """For the first turn of a branch: the messages of its request that no other branch has."""
     seconds: float
@@ -71,6 +75,7 @@ class _Branch(TokenSequence):
     """The tokens of a conversation."""
 
     tools: str
+    session: str
     messages: list[str] = field(default_factory=list)
     """The keys (`identity`) of the messages that the branch's tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
@@ -93,17 +98,26 @@ class Episode(AskingEpisode):
         self._chat = policy.chat
         self._branches: list[_Branch] = []
         self._turns: list[_Turn] = []
-        self._known: set[str] = set()
-        """Keys of all messages and tool lists so far."""
+        self._known: defaultdict[str, set[str]] = defaultdict(set)
+        """Session -> keys of all its messages and tool lists so far."""
         self._without_stop: dict[str, str] = {}
         """Key of a turn together with the stop text that ended it -> its key without that text."""
-        self._cached = 0
         self._started_at = time.time()
+
+    @property
+    def model(self) -> str:
+        """Names the episode, with its key, where a request has no URL of its own."""
+        return f"{self.name}.{self.key}"
 
     @property
     def turns(self) -> int:
         """Number of the policy's turns so far."""
         return len(self._turns)
+
+    @property
+    def sessions(self) -> set[str]:
+        """The sessions in which the policy has spoken so far."""
+        return {branch.session for branch in self._branches}
 
     async def answer(self, request: TurnRequest) -> TurnReply:
         """Sample the policy's next turn in the conversation of a request.
@@ -112,7 +126,7 @@ class Episode(AskingEpisode):
         """
         self._check_turns()
         keys, began = [self._identity(message) for message in request.messages], time.monotonic()
-        turn = self._longest(keys, request.tools)
+        turn = self._longest(keys, request)
         branch, ids = self._tokens(request, turn)
         self._attach_results(request, turn, began)
         opening = self._opening(request, turn, branch)
@@ -135,24 +149,23 @@ class Episode(AskingEpisode):
             text=text,
             use=use,
             side_call=request.side_call or self._is_side_call(request.messages),
+            cached=turn.end if turn else 0,
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
             at=time.monotonic(),
         )
-        self._known.update((*keys, request.tools))
+        self._known[request.session].update((*keys, request.tools))
         branch.turns.append(sampled)
         self._turns.append(sampled)
-        cached = turn.end if turn else 0
-        self._cached += cached
-        answer = self._answer(sampled, sample, request.stop, len(ids), cached)
+        answer = self._answer(sampled, sample, request.stop, len(ids))
         sampled.call_ids = frozenset(each for each, _ in answer.calls)
         branch.messages = [*keys, identity(answer.message())]
         if answer.stopped_by:
             # Many agents append the stop text to the turn again.
             with_stop = {**answer.message(), "content": answer.content + answer.stopped_by}
             self._without_stop[identity(with_stop)] = branch.messages[-1]
-        self._known.add(branch.messages[-1])
+        self._known[request.session].add(branch.messages[-1])
         return answer
 
     async def _sample(self, request: TurnRequest, ids: list[int]) -> tuple[Sample, str, ToolUse | None]:
@@ -166,46 +179,58 @@ class Episode(AskingEpisode):
     def count(self, request: TurnRequest) -> int:
         """Number of tokens of a request. Raises: Refused if the chat template refuses its messages."""
         return len(
-            self._tokens(request, self._longest([self._identity(each) for each in request.messages], request.tools))[1]
+            self._tokens(request, self._longest([self._identity(each) for each in request.messages], request))[1]
         )
 
     def trajectory(
-        self, ended: EpisodeEnd, error: str | None, *, prompt: tuple[Message, ...], closing: str
+        self,
+        ended: EpisodeEnd,
+        error: str | None,
+        *,
+        prompt: tuple[Message, ...],
+        closing: str,
+        sessions: Collection[str] | None = None,
+        others: Iterable[tuple[float, Mapping[str, Any]]] = (),
     ) -> Trajectory:
         """All branches as one rollout; ends the episode.
 
         Args:
             closing: text of the last turn, about the agent's program; may be empty.
+            sessions: the sessions that are trained; None: all. The rollout has nothing of the others.
+            others: what other speakers said: a time of the monotonic clock, in seconds, and a chat message.
         """
         self.open = False
-        offsets = dict(zip(self._branches, beginnings(self._branches), strict=True))
-        turns: list[Turn] = []
+        branches = [each for each in self._branches if sessions is None or each.session in sessions]
+        own = [turn for turn in self._turns if turn.branch in branches]
+        offsets = dict(zip(branches, beginnings(branches), strict=True))
+        said = [(at, [_context(message, 0, 0, self._config)]) for at, message in others]
         steps = 0
-        for turn in self._turns:
-            number, offset = self._branches.index(turn.branch), offsets[turn.branch]
-            turns += [_context(each, number, offset + turn.start, self._config) for each in turn.opening]
-            step = self._is_step(turn)
+        for turn in own:
+            number, offset = branches.index(turn.branch), offsets[turn.branch]
+            opening = [_context(each, number, offset + turn.start, self._config) for each in turn.opening]
+            step = self._is_step(turn, last=turn is own[-1])
             if step:
                 turn.branch.steps[turn.start : turn.end] = [steps] * len(turn.ids)
                 steps += 1
-            turns.append(self._record(turn, number, offset, step))
             spoken = [message for message in turn.answered or () if message["role"] != "tool"]
-            turns += [_context(each, number, offset + turn.end, self._config) for each in spoken]
+            after = [_context(each, number, offset + turn.end, self._config) for each in spoken]
+            said.append((turn.at, [*opening, self._record(turn, number, offset, step), *after]))
+        turns = [turn for _, several in sorted(said, key=itemgetter(0)) for turn in several]
         if closing:
             turns.append(Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM))
         usage = Usage(
-            calls=len(self._turns),
-            input_tokens=sum(turn.start for turn in self._turns),
-            cached_tokens=self._cached,
-            output_tokens=sum(len(turn.ids) for turn in self._turns),
+            calls=len(own),
+            input_tokens=sum(turn.start for turn in own),
+            cached_tokens=sum(turn.cached for turn in own),
+            output_tokens=sum(len(turn.ids) for turn in own),
         )
         return Trajectory(
             **self._request.identity,
-            policy_version=min((turn.policy_version for turn in self._turns), default=0),
+            policy_version=min((turn.policy_version for turn in own), default=0),
             prompt=prompt,
             turns=tuple(turns),
-            **joined(self._branches),
-            prompt_length=self._turns[0].start if self._turns else 0,
+            **joined(branches),
+            prompt_length=own[0].start if own else 0,
             ended=ended,
             started_at=self._started_at,
             ended_at=time.time(),
@@ -218,18 +243,18 @@ class Episode(AskingEpisode):
     def _attach_results(self, request: TurnRequest, continued: _Turn | None, began: float) -> None:
         """Attach tool results to their turns if a rewritten history contains calls and results."""
         for turn in self._turns:
-            if turn is continued or turn.answered is not None or not turn.call_ids:
+            if turn is continued or turn.answered is not None or turn.branch.session != request.session:
                 continue
             results = [each for each in request.messages if each.get("tool_call_id") in turn.call_ids]
             if results:
                 turn.answered, turn.answered_at = results, began
-                self._known.update(map(self._identity, results))
+                self._known[request.session].update(map(self._identity, results))
 
-    def _longest(self, keys: Sequence[str], tools: str) -> _Turn | None:
-        """The recorded turn that matches the longest part of a conversation; among equals, the latest."""
+    def _longest(self, keys: Sequence[str], request: TurnRequest) -> _Turn | None:
+        """The session's recorded turn that matches the longest part of a conversation; among equals, the latest."""
         found: _Turn | None = None
         for branch in self._branches:
-            if branch.tools != tools:
+            if (branch.tools, branch.session) != (request.tools, request.session):
                 continue
             for turn in branch.turns:
                 longer = found is None or turn.message_count >= found.message_count
@@ -242,16 +267,15 @@ class Episode(AskingEpisode):
         """The branch that a request continues, or a new one, and all tokens before the policy's turn."""
         try:
             if turn is None:
-                return _Branch(tools=request.tools), self._chat.conversation(
-                    request.messages, json.loads(request.tools)
-                )
+                tokens = self._chat.conversation(request.messages, json.loads(request.tools))
+                return _Branch(tools=request.tools, session=request.session), tokens
             glue = self._chat.after_messages(turn.ids, turn.called, request.messages[turn.message_count :])
         except ConfigError as error:
             raise Refused(str(error), code="chat_template") from error
         branch = turn.branch
         ids = branch.ids[: turn.end] + glue
         at_its_end = turn is branch.turns[-1] and not branch.busy
-        return (branch if at_its_end else _Branch(tools=request.tools)), ids
+        return (branch if at_its_end else _Branch(tools=request.tools, session=request.session)), ids
 
     def _keep(self, branch: _Branch, ids: Sequence[int], sample: Sample) -> None:
         if not branch.turns:
@@ -274,7 +298,7 @@ class Episode(AskingEpisode):
         found = identity(message)
         return self._without_stop.get(found, found)
 
-    def _answer(self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int, cached: int) -> TurnReply:
+    def _answer(self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int) -> TurnReply:
         """The reply that the agent receives for a turn."""
         said = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
         reasoning = turn.text.removesuffix(said).strip().removeprefix("<think>").removesuffix("</think>").strip()
@@ -292,7 +316,7 @@ class Episode(AskingEpisode):
             finish_reason=finish,
             stopped_by=stopped_by,
             prompt_tokens=prompt_tokens,
-            cached_tokens=cached,
+            cached_tokens=turn.cached,
             completion_tokens=len(sample.token_ids),
         )
 
@@ -301,22 +325,23 @@ class Episode(AskingEpisode):
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
         given = request.messages[turn.message_count if turn else 0 :]
-        new = [message for message in given if self._identity(message) not in self._known]
+        known = self._known[request.session]
+        new = [message for message in given if self._identity(message) not in known]
         old = len(given) - len(new)
         counted = [{"role": "context", "content": f"({old} messages as before)"}] if old else []
-        tools = [{"role": TOOLS, "content": request.tools}] if request.tools not in {_NO_TOOLS, *self._known} else []
+        tools = [{"role": TOOLS, "content": request.tools}] if request.tools not in {_NO_TOOLS, *known} else []
         return [*tools, *counted, *new]
 
     def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         told = [str(each["content"]) for each in messages if each["role"] in ("system", "user")]
         return is_side_call(self._config.side_calls, told)
 
-    def _is_step(self, turn: _Turn) -> bool:
+    def _is_step(self, turn: _Turn, *, last: bool) -> bool:
         """Whether a turn is a step that gets credit. The program has received every turn; side calls are gaps."""
         if turn.side_call:
             return False
         message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
-        if turn is self._turns[-1] and self._config.closing_turn == "gap":
+        if last and self._config.closing_turn == "gap":
             message = ""
         return is_step(acts=turn.called, message=message, answered=turn.answered is not None)
 

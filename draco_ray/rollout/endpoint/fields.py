@@ -15,15 +15,15 @@ from typing import Any
 
 from draco_ray.rollout.endpoint.turns import Refused, TurnRequest
 
-SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
-SAMPLING |= {"repetition_penalty", "reasoning_effort", "reasoning", "verbosity", "logprobs", "top_logprobs"}
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
+_SAMPLING |= {"repetition_penalty", "reasoning_effort", "reasoning", "verbosity", "logprobs", "top_logprobs"}
 _IGNORED = {"metadata", "user", "store", "service_tier", "safety_identifier", "prompt_cache_key", "include"}
 _IGNORED |= {"prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "tool_choice", "client_metadata"}
-_COMMON = {"model", "tools", "stream", "stream_options", *SAMPLING, *_IGNORED}
+_COMMON = {"model", "tools", "stream", "stream_options", *_SAMPLING, *_IGNORED}
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def check(body: Any, known: set[str], neutral: Mapping[str, Sequence[Any]], common: set[str] = _COMMON) -> None:
+def check(body: Any, known: set[str], neutral: Mapping[str, Sequence[Any]]) -> None:
     """Check the names of a request's parameters.
 
     Args:
@@ -39,7 +39,7 @@ def check(body: Any, known: set[str], neutral: Mapping[str, Sequence[Any]], comm
         if name in neutral and value not in neutral[name]:
             expected = " or ".join(json.dumps(each) for each in neutral[name])
             raise unsupported(f"{name}={short(value)}: not supported here; expected {expected}")
-        if name not in known | common | neutral.keys():
+        if name not in known | _COMMON | neutral.keys():
             raise unsupported(f"{short(name)[1:-1]}: not a parameter that is supported here")
 
 

@@ -75,7 +75,7 @@ def reply(request: TurnRequest, turn: TurnReply) -> Json:
     return {
         "id": f"resp_{secrets.token_hex(16)}",
         "object": "response",
-        "created_at": time.time(),
+        "created_at": int(time.time()),
         "status": "incomplete" if cut else "completed",
         "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
         "error": None,

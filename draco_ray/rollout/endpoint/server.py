@@ -1,9 +1,9 @@
 """The endpoint of a rollout worker: one HTTP server on loopback for the episodes of all its slots.
 
 Each episode has its own URL and key, which become invalid when it ends. The server offers OpenAI's
-``/v1/chat/completions`` and ``/v1/responses`` and Anthropic's ``/v1/messages``, all with ``stream`` too, and vLLM's
-``/inference/v1/generate`` for clients that tokenize messages themselves. ``/v1/tools`` lists and calls the tools of the
-episode's world, if any.
+``/v1/chat/completions`` and ``/v1/responses`` and Anthropic's ``/v1/messages``, all with ``stream`` too. ``/v1/tools``
+lists and calls the tools of the episode's world, if any. A client that plays several episodes may use one URL for all
+of them, and name the episode as the model.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -27,11 +28,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from draco_ray.environments.program import unix_server
-from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, generate, responses
-from draco_ray.rollout.endpoint.asking import AskingEpisode
+from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, responses
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.fields import clean, finite
-from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 from draco_ray.temp_dirs import PrivateTempDir
 
@@ -41,7 +40,6 @@ MOST_BYTES = 16 << 20
 _REMEMBERED = 10_000
 """Number of ended episodes to remember, so that late requests to them are answered with 410."""
 AnswerT = TypeVar("AnswerT")
-EpisodeT = TypeVar("EpisodeT", bound=AskingEpisode)
 
 
 class _Dialect(Protocol):
@@ -67,11 +65,15 @@ _DIALECTS: dict[str, _Dialect] = {
 }
 
 
+_PREFIXES = ("/{episode}", "")
+"""Beginnings of paths; without an episode, the request's model names it."""
+
+
 class Endpoint:
     """The server. It runs in the event loop that starts it."""
 
     def __init__(self) -> None:
-        self._episodes: dict[str, AskingEpisode] = {}
+        self._episodes: dict[str, Episode] = {}
         self._ended: deque[str] = deque(maxlen=_REMEMBERED)
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -80,22 +82,26 @@ class Endpoint:
         self._folder: PrivateTempDir | None = None
 
     @asynccontextmanager
-    async def serving(self, episode: AskingEpisode) -> AsyncIterator[str]:
+    async def serving(self, episode: Episode) -> AsyncIterator[str]:
         """Serve an episode while the block runs.
 
-        Yields: its base URL. All token episodes have the same one, because their clients share a connection per URL
-            and API key; a request names its episode as its model.
+        Yields: its base URL.
         """
         await self._start()
         self._episodes[episode.name] = episode
         try:
-            yield f"{self._base}/{episode.name}/v1" if isinstance(episode, Episode) else f"{self._base}/v1"
+            yield f"{self._base}/{episode.name}/v1"
         finally:
             episode.open = False
             del self._episodes[episode.name]
             self._ended.append(episode.name)
-            if isinstance(episode, Episode) and episode.tools is not None:
+            if episode.tools is not None:
                 await episode.tools.close()
+
+    @property
+    def shared_url(self) -> str:
+        """The running server's base URL for clients that name their episode as the model (`Episode.model`)."""
+        return f"{self._base}/v1"
 
     @property
     def socket_path(self) -> str:
@@ -123,11 +129,10 @@ class Endpoint:
             routes = [
                 Route(path, functools.partial(self._answer, handle), methods=methods)
                 for path, handle, methods in (
-                    *((f"/{{episode}}/v1/{dialect}", self._turn, ["POST"]) for dialect in _DIALECTS),
-                    ("/{episode}/v1/messages/count_tokens", self._count, ["POST"]),
+                    *((f"{of}/v1/{dialect}", self._turn, ["POST"]) for of in _PREFIXES for dialect in _DIALECTS),
+                    *((f"{of}/v1/messages/count_tokens", self._count, ["POST"]) for of in _PREFIXES),
                     ("/{episode}/v1/models", self._models, ["GET"]),
                     ("/{episode}/v1/tools", self._world_tools, ["GET", "POST"]),
-                    ("/inference/v1/generate", self._generate, ["POST"]),
                 )
             ]
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
@@ -160,10 +165,8 @@ class Endpoint:
             episode.complaint = why
 
     async def _turn(self, request: Request) -> Response:
-        dialect, episode = _dialect(request), self._episode(request)
-        content = await _content(request)
-        # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
-        asked = await asyncio.to_thread(lambda: dialect.read(_parsed(content), episode.stored))
+        dialect = _dialect(request)
+        episode, asked = await self._asked(request)
         answer = await _sampled(request, episode.answer(asked))
         whole = dialect.reply(asked, answer)
         if asked.conversation:
@@ -173,10 +176,19 @@ class Endpoint:
         return JSONResponse(whole)
 
     async def _count(self, request: Request) -> Response:
-        episode = self._episode(request)
-        content = await _content(request)
-        asked = await asyncio.to_thread(lambda: anthropic_messages.read(_parsed(content), {}))
+        episode, asked = await self._asked(request)
         return JSONResponse({"input_tokens": episode.count(asked)})
+
+    async def _asked(self, request: Request) -> tuple[Episode, TurnRequest]:
+        """The episode of a request, and what it asks. Raises: Refused."""
+        content = await _content(request)
+        # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
+        body = await asyncio.to_thread(_parsed, content)
+        episode = self._episode(request, body)
+        asked = await asyncio.to_thread(_dialect(request).read, body, episode.stored)
+        if "episode" in request.path_params:
+            return episode, asked
+        return episode, replace(asked, session=request.headers.get("x-session-id", ""))
 
     async def _models(self, request: Request) -> Response:
         self._episode(request)
@@ -191,30 +203,25 @@ class Endpoint:
             return JSONResponse({"tools": tools.schemas})
         return JSONResponse({"result": await tools.call(_parsed(await _content(request)))})
 
-    async def _generate(self, request: Request) -> Response:
-        body = await asyncio.to_thread(_parsed, await _content(request))
-        name = str(body.get("model") if isinstance(body, dict) else None)
-        episode = self._found(name, TokenEpisode, "model: names no episode")
-        asked = generate.read(body)
-        return JSONResponse(generate.reply(asked, await _sampled(request, episode.generate(asked))))
-
-    def _episode(self, request: Request) -> Episode:
-        missing = "no such episode; expected the base URL as OPENAI_BASE_URL has it"
-        episode = self._found(request.path_params["episode"], Episode, missing)
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = request.headers.get("x-api-key", "")
+    def _episode(self, request: Request, body: Any = None) -> Episode:
+        """The episode that a request names by its URL and key, or by its model. Raises: Refused."""
+        if "episode" in request.path_params:
+            missing = "no such episode; expected the base URL as OPENAI_BASE_URL has it"
+            name = request.path_params["episode"]
+            scheme, _, key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":
+                key = request.headers.get("x-api-key", "")
+        else:
+            missing = "model: names no episode"
+            name, _, key = str(body.get("model") if isinstance(body, dict) else "").partition(".")
+        episode = self._episodes.get(name)
+        if episode is None and name in self._ended:
+            raise Refused("this episode has ended", 410, "episode_over")
+        if episode is None:
+            raise Refused(missing, 404, "not_found")
         if not hmac.compare_digest(key.encode(), episode.key.encode()):
             raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
         return episode
-
-    def _found(self, name: str, kind: type[EpisodeT], missing: str) -> EpisodeT:
-        episode = self._episodes.get(name)
-        if isinstance(episode, kind):
-            return episode
-        if name in self._ended:
-            raise Refused("this episode has ended", 410, "episode_over")
-        raise Refused(missing, 404, "not_found")
 
 
 @functools.cache

@@ -50,18 +50,8 @@ class TurnRequest:
     """Tool -> fields of a call's item that differ from those of a plain function call. For Responses."""
     conversation: tuple[Mapping[str, Any], ...] = ()
     """The conversation that is stored with the response, for later requests that name it by its id. For Responses."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenRequest:
-    """A request for a continuation of tokens."""
-
-    token_ids: list[int]
-    """The whole sequence so far."""
-    max_tokens: int | None
-    stop_token_ids: frozenset[int]
-    """The turn ends at the first of these tokens, or at the model's own end-of-turn token."""
-    request_id: str
+    session: str = ""
+    """The header ``X-Session-ID``, at the URL of all episodes; a request never continues a turn of another session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
