@@ -8,12 +8,14 @@ branch are context there, so every sampled token is trained on once.
 
 from __future__ import annotations
 
+import asyncio
 import bisect
+import contextlib
 import json
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -25,10 +27,9 @@ from draco_ray.errors import ConfigError
 from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
-from draco_ray.rollout.endpoint.asking import AskingEpisode
 from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, is_side_call
 from draco_ray.rollout.endpoint.world_tools import WorldTools
-from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
+from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined, turn_seed
 
 _NO_TOOLS = "[]"
 
@@ -83,19 +84,34 @@ class _Branch(TokenSequence):
     """Whether a request that continues this branch is in progress."""
 
 
-class Episode(AskingEpisode):
+class Episode:
     """The requests of one agent while it does one task."""
 
     def __init__(
         self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig, tools: WorldTools | None = None
     ) -> None:
-        """See `AskingEpisode`; each branch is a sequence. ``tools``: those of the world, if it has any."""
-        super().__init__(request, policy, config)
+        """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per branch.
+
+        ``tools``: those of the world, if it has any.
+        """
+        self.open = True
+        self.name = secrets.token_hex(8)
+        """Identifies the episode in requests."""
         self.key = secrets.token_urlsafe(24)
         self.tools = tools
+        self.complaint: str | None = None
+        """Why the last failed request for a turn got no answer."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done, with the policy's exception, once the policy has failed."""
+        # Mark the exception as retrieved, or asyncio would log it.
+        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
+        self.refused: EpisodeEnd | None = None
+        """The limit for which the last request was refused."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that name a previous response."""
+        self._request, self._policy, self._config = request, policy, config
         self._chat = policy.chat
+        self._requests = 0
         self._branches: list[_Branch] = []
         self._turns: list[_Turn] = []
         self._known: defaultdict[str, set[str]] = defaultdict(set)
@@ -124,7 +140,9 @@ class Episode(AskingEpisode):
 
         Raises: Refused; and whatever the policy raises.
         """
-        self._check_turns()
+        if self._requests >= self._config.max_turns:
+            self.refused = EpisodeEnd.TURN_LIMIT
+            raise Refused(f"this episode has had its agent.max_turns={self._config.max_turns} turns", code="turn_limit")
         keys, began = [self._identity(message) for message in request.messages], time.monotonic()
         turn = self._longest(keys, request)
         branch, ids = self._tokens(request, turn)
@@ -169,12 +187,44 @@ class Episode(AskingEpisode):
         return answer
 
     async def _sample(self, request: TurnRequest, ids: list[int]) -> tuple[Sample, str, ToolUse | None]:
-        """Sample a turn after ``ids``. Returns: the sample, its text, and its tool calls."""
-        sample = self._stopped(await self._sampled(ids, request.max_tokens), request.stop)
+        """Sample a turn after ``ids`` within the limits. Returns: the sample, its text, and its tool calls."""
+        self._requests += 1
+        limits = (self._most_tokens - len(ids), request.max_tokens, self._config.max_turn_tokens)
+        whole = await self._policy.sampler.sample(
+            ids, max_tokens=min(each for each in limits if each), seed=turn_seed(self._request.seed, self._requests)
+        )
+        sample = self._stopped(whole, request.stop)
         text = self._chat.text(sample.token_ids)
         if sample.finish_reason != "stop" or request.tools == _NO_TOOLS:
             return sample, text, None
         return sample, text, await self._policy.read_calls(text, request.tools)
+
+    def _check_length(self, tokens: int) -> None:
+        """Raises: Refused: a branch of ``tokens`` tokens may not grow."""
+        if tokens >= self._most_tokens:
+            self.refused = EpisodeEnd.RESPONSE_LIMIT
+            raise Refused(
+                f"This model's maximum context length is {self._most_tokens} tokens. However, your messages resulted "
+                f"in {tokens} tokens.",
+                code="context_length_exceeded",
+            )
+        self.refused = None
+
+    @property
+    def _most_tokens(self) -> int:
+        return self._config.max_prompt_length + self._config.max_response_length
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Keep an error of the policy in `failed`. Raises: Refused if the episode has ended meanwhile."""
+        try:
+            yield
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        if not self.open:
+            raise Refused("this episode has ended", status=410, code="episode_over")
 
     def count(self, request: TurnRequest) -> int:
         """Number of tokens of a request. Raises: Refused if the chat template refuses its messages."""
