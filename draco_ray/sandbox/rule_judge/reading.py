@@ -196,9 +196,9 @@ def _summary(text: str, code: str) -> Run:
             sections = {name: unescape(content.strip("\n")) for name, _, content in parts}
             said = sections.get("Message")
             action = sections.get("Action", "") if said is None else said
-            told: dict[str, Any] = {"output": sections.get("Output"), "message": said is not None}
-            steps.append(Step(number=int(number), code=action, asked=asked.strip(), **told))
-            asked = ""
+            output = sections.get("Output")
+            told, asked = asked.strip(), ""
+            steps.append(Step(number=int(number), code=action, output=output, message=said is not None, asked=told))
     return Run(steps=tuple(steps), ended=ended)
 
 
