@@ -341,12 +341,12 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     after = [Entry(role="", text=text) for text in (refusal and f"[refusal] {refusal}", aloud) if text]
     called = [Entry(role="", calls=(call,)) for call in calls]
     # Gemini CLI, whose messages have no role, has results in their calls.
-    own = message.get("toolCalls") if message.get("role") is None else ()
+    own: Any = message.get("toolCalls") if message.get("role") is None else ()
     answers = [result_of(each) for each in own or () if each.get("result")]
-    listed = message.get("tool_results")
-    answers += [result_of(each) for each in listed if isinstance(each, Mapping)] if isinstance(listed, list) else []
-    blocks = message.get("code_blocks") if message.get("type") == "CodeGenerationEvent" else None
-    ran = "\n\n".join(text_of(each, "code") for each in blocks or ())
+    given: Any = message.get("tool_results")
+    answers += [result_of(each) for each in given if isinstance(each, Mapping)] if isinstance(given, list) else []
+    snippets: Any = message.get("code_blocks") if message.get("type") == "CodeGenerationEvent" else None
+    ran = "\n\n".join(text_of(each, "code") for each in snippets or ())
     for entry in _turns([*thought, *pieces, *after, *called, *answers], _tokens(message)):
         yield replace(entry, code=ran) if ran else entry
 
