@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -81,7 +82,12 @@ def gap(left: list[float] | FloatArray, right: list[float] | FloatArray) -> floa
 
 
 def core_processes() -> list[psutil.Process]:
-    return [psutil.Process(child.pid) for child in multiprocessing.active_children() if "EngineCore" in child.name]
+    found = []
+    for child in multiprocessing.active_children():
+        # A child that somebody else has waited for is still active to multiprocessing.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [psutil.Process(child.pid)] if "EngineCore" in child.name else []
+    return found
 
 
 def versions_on_disk(adapters: Path) -> set[str]:
