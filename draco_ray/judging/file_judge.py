@@ -128,7 +128,7 @@ class FileJudge:
         return next((path.name.partition(".")[0] for path in found), None)
 
     def _not_asked(self) -> Iterator[str]:
-        """Prompts without a reply that this judge has not asked: those of other processes and of earlier commands."""
+        """Unanswered prompts that this judge did not write; other processes or earlier commands did."""
         for prompt in self._directory.glob(f"[0-9]*{PROMPT}"):
             name = prompt.name.removesuffix(PROMPT)
             if name.rpartition("-")[2] not in self._asked and not prompt.with_name(f"{name}{REPLY}").exists():

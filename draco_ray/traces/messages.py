@@ -76,7 +76,7 @@ _CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", 
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response that may contain the answer."""
 ANSWERS = ("choices", "candidates", "generations")
-"""Fields of a response with answers, of which the first is read."""
+"""Fields of a response that list alternative answers; the first answer is read."""
 _REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "output", "response", *ANSWERS)
 
 

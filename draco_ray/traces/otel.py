@@ -424,7 +424,7 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     outputs = outputs or _of_ai_sdk(attributes, of_agents)
     if not outputs:
         return None
-    # The names of INPUTS are not split in nested attributes; below this one are others.
+    # Not in INPUTS: with nested attributes, `ai.prompt` may hold `ai.prompt.messages` instead of a prompt.
     inputs = _messages(attributes, (*INPUTS, "ai.prompt"), FLAT_INPUTS, "user", stated) or _earlier(span)
     system = _json(attributes.get("gen_ai.system_instructions"))
     if system:
@@ -569,7 +569,7 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 
 
 def _used(agent: Span, of_trace: list[Span]) -> Iterator[Entry]:
-    """Calls and results of the tools' spans below an agent's span."""
+    """Tool calls and results, from the tool spans below an agent's span."""
     by_id = {span["id"]: span for span in of_trace}
     for span in of_trace:
         if _is_tool(span) and any(each is agent for each in _above(span, by_id)):

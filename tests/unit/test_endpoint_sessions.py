@@ -1,4 +1,4 @@
-"""One client of several episodes behind one URL: sessions of an episode keep apart, and not all are trained."""
+"""Several episodes at one URL: their sessions are kept apart, and untrained ones are left out of the rollout."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidat
 
 
 async def test_a_union_of_more_candidates_than_fit_merges_the_first_of_them() -> None:
-    """They alone fill the prompt: a hundred rollouts may propose a thousand criteria."""
+    """The proposals of a hundred rollouts, a thousand criteria, are longer than the prompt may be."""
     proposed = [replace(RUBRIC[0], title=f"Of {n}", description="d" * 1000) for n in range(1000)]
     prompt, judged = await asked(Union(PROMPT, proposed, [example_trajectory()]), 101_000)
     assert judged.ok

@@ -1,4 +1,4 @@
-"""What verifiers has played as a rollout: whose turns are the policy's, and how the episode counts."""
+"""Rollouts played by verifiers: which turns are the policy's, and how the episode ended."""
 
 from __future__ import annotations
 
