@@ -42,10 +42,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from draco_ray.algorithm.advantage import group_advantages_G
     from draco_ray.algorithm.closed_form import step_advantages
-    from draco_ray.algorithm.credit import step_quality
-    from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+    from draco_ray.algorithm.equations import group_advantages_G, rubric_rewards, step_quality, surviving_criteria
     from draco_ray.config.load import load_config
     from draco_ray.config.schema import DracoConfig
     from draco_ray.errors import DracoError
@@ -82,16 +80,16 @@ _MODULES = {
     "DracoError": "errors",
     "RunDirectory": "runs.directory",
     "Verdict": "records",
-    "group_advantages_G": "algorithm.advantage",
+    "group_advantages_G": "algorithm.equations",
     "judge": "traces.library",
     "judge_sync": "traces.library",
     "load_config": "config.load",
     "load_traces": "traces.load",
     "resume": "training.run",
-    "rubric_rewards": "algorithm.reward",
+    "rubric_rewards": "algorithm.equations",
     "step_advantages": "algorithm.closed_form",
-    "step_quality": "algorithm.credit",
-    "surviving_criteria": "algorithm.reward",
+    "step_quality": "algorithm.equations",
+    "surviving_criteria": "algorithm.equations",
     "train": "training.run",
 }
 

@@ -12,6 +12,11 @@ it ends, while others are still generating; a group's gradients are accumulated 
 ``algorithm.merge_proposals`` merges a group's stage2 calls into one, ``merge_verdicts`` a rollout's score and credit.
 With ``rubric_visits`` a task's rubric is carried over to its next visits: proposals extend it in that many visits, and
 after them it no longer changes.
+
+The parts, in this order: `draco_ray.rollout.worker` and `draco_ray.rollout.turn_agent` play a rollout;
+`draco_ray.judging.judge` asks the questions of `draco_ray.judging.phases`; `draco_ray.algorithm.computer` applies
+`draco_ray.algorithm.group` and `draco_ray.algorithm.equations`; `draco_ray.training.trainer` feeds the learner,
+`draco_ray.learner.worker` with `draco_ray.learner.lora_learner` and `draco_ray.learner.loss`.
 """
 
 from __future__ import annotations
@@ -81,7 +86,7 @@ class Pipeline:
     rollouts: RolloutPool
     judges: JudgePool
     advantages: Any
-    """The advantage actor."""
+    """The advantage actor, a `draco_ray.algorithm.computer.AdvantageComputer`."""
     keep: Any
     """Stores results."""
     static_rubric: Any = None

@@ -18,9 +18,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from draco_ray.algorithm.advantage import group_advantages_G
 from draco_ray.algorithm.drift import compared, drift, fall
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.equations import group_advantages_G, rubric_rewards, surviving_criteria
 
 TASKS, GROUPS, ROLLOUTS, EASY, HARD = 90, 16, 6, 3, 3
 ERRORS = 0.05

@@ -22,7 +22,7 @@ import numpy as np
 
 from draco_ray.adapters.credit import CreditJudge, conversation_of_tokens
 from draco_ray.adapters.verdicts import TrajectoryKey, VerdictStore, digest
-from draco_ray.algorithm.advantage import group_advantages_G
+from draco_ray.algorithm.equations import group_advantages_G
 from draco_ray.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.algorithm.credit import step_advantages
+from draco_ray.algorithm.equations import step_advantages
 from draco_ray.records import FloatArray, IntArray
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from draco_ray.adapters.conversations import JudgedConversation, Judging
 from draco_ray.adapters.tokens import spread_rows
-from draco_ray.algorithm.advantage import group_advantages_G
+from draco_ray.algorithm.equations import group_advantages_G
 from draco_ray.traces.results import JudgedTrace
 
 NAME = "draco"

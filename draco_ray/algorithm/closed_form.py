@@ -11,10 +11,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
-from draco_ray.algorithm.credit import step_advantages as spread
-from draco_ray.algorithm.credit import step_quality
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.equations import (
+    STD_EPSILON,
+    group_advantages_G,
+    rubric_rewards,
+    step_quality,
+    surviving_criteria,
+)
+from draco_ray.algorithm.equations import step_advantages as spread
 from draco_ray.records import Attribution, FloatArray, IntArray, Verdict
 
 Citations = Mapping[int, Sequence[int]] | Sequence[Attribution] | None

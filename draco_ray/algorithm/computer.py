@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draco_ray.algorithm.credit import quality_spread
+from draco_ray.algorithm.equations import mixed_verdicts, quality_spread, random_rewards
 from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
-from draco_ray.algorithm.reward import mixed_verdicts, random_rewards
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.records import (
     Attribution,

@@ -8,9 +8,15 @@ from itertools import pairwise
 
 import numpy as np
 
-from draco_ray.algorithm.advantage import STD_EPSILON
-from draco_ray.algorithm.credit import credit_fallback, is_inert, step_advantages, step_quality, unanimous_attributions
-from draco_ray.algorithm.reward import mixed_verdicts
+from draco_ray.algorithm.equations import (
+    STD_EPSILON,
+    credit_fallback,
+    is_inert,
+    mixed_verdicts,
+    step_advantages,
+    step_quality,
+    unanimous_attributions,
+)
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.records import (
     GAP,

@@ -23,9 +23,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from draco_ray.algorithm.advantage import STD_EPSILON, group_advantages_G
-from draco_ray.algorithm.credit import step_advantages
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.equations import (
+    STD_EPSILON,
+    group_advantages_G,
+    rubric_rewards,
+    step_advantages,
+    surviving_criteria,
+)
 from draco_ray.errors import ConfigError
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 from draco_ray.registry import find

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.equations import rubric_rewards, surviving_criteria
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.rules import RULES

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from draco_ray.algorithm.credit import (
+from draco_ray.algorithm.equations import (
     credit_fallback,
     is_inert,
     quality_spread,

@@ -16,10 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from draco_ray.algorithm.advantage import group_advantages_G
-from draco_ray.algorithm.credit import unanimous_attributions
+from draco_ray.algorithm.equations import (
+    group_advantages_G,
+    random_rewards,
+    rubric_rewards,
+    surviving_criteria,
+    unanimous_attributions,
+)
 from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
-from draco_ray.algorithm.reward import random_rewards, rubric_rewards, surviving_criteria
 from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
 
@@ -364,7 +368,7 @@ def test_a_step_token_that_was_not_sampled_is_refused() -> None:
         training_samples(played, member, credit=True)
 
 
-@pytest.mark.parametrize("module", ["reward", "advantage", "credit", "closed_form"])
+@pytest.mark.parametrize("module", ["equations", "closed_form"])
 def test_the_examples_in_the_docstrings_run(module: str) -> None:
     results = doctest.testmod(importlib.import_module(f"draco_ray.algorithm.{module}"))
     assert results.failed == 0

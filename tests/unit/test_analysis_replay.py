@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from draco_ray.algorithm.advantage import STD_EPSILON
+from draco_ray.algorithm.equations import STD_EPSILON
 from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main

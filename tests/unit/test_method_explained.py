@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import draco_ray as draco
-from draco_ray.algorithm.credit import step_weights
+from draco_ray.algorithm.equations import step_weights
 from draco_ray.records import Attribution, BoolArray, FloatArray, Verdict
 from tests.conftest import REPOSITORY
 

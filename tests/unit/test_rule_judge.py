@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
-from draco_ray.algorithm.credit import step_quality
-from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
+from draco_ray.algorithm.equations import rubric_rewards, step_quality, surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.phases import Credit, Score, Stage1, Union

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import ArrayLike
 
-from draco_ray.algorithm.credit import quality_spread
+from draco_ray.algorithm.equations import quality_spread
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.rows import grouped, mean, table_of
 from draco_ray.records import FloatArray
@@ -34,7 +34,7 @@ def credit_by_step(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: the rollouts with advantages, how many of them are inert, and the spread of Q_j.
 
     ``quality_spread_active`` is the paper's measure: the standard deviation of a rollout's step qualities
-    (`draco_ray.algorithm.credit.quality_spread`), averaged over rollouts on which credit is not inert.
+    (`draco_ray.algorithm.equations.quality_spread`), averaged over rollouts on which credit is not inert.
     ``quality_spread`` averages over all rollouts with a cited step. Null if there is no such rollout.
     """
     for step in run.steps():

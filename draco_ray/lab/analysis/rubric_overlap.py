@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
-from draco_ray.algorithm.reward import surviving_criteria
+from draco_ray.algorithm.equations import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext, Judge

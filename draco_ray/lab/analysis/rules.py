@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.algorithm.advantage import STD_EPSILON
-from draco_ray.algorithm.credit import quality_spread
+from draco_ray.algorithm.equations import STD_EPSILON, quality_spread
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.lab.analysis.credit import push_shares, signs

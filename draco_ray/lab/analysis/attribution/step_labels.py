@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from draco_ray.algorithm.credit import step_advantages, step_quality
 from draco_ray.algorithm.distributions import student_quantile
+from draco_ray.algorithm.equations import step_advantages, step_quality
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.lab.rows import mean, table_of
