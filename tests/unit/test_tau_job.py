@@ -106,7 +106,7 @@ def test_a_temperature_the_model_refuses_is_not_recorded(
     left_out = temperature is not None and not told
     assert (
         caplog.messages
-        == ["tau_bench.user.temperature=0 is not sent and recorded as null: openai/gpt-5 does not accept a temperature"]
+        == ["tau_bench.user.temperature=0 is not sent; null is recorded: openai/gpt-5 does not accept a temperature"]
         * left_out
     )
 

@@ -1,4 +1,4 @@
-"""Configuration of τ-bench: the section ``tau_bench``, and what it shares with tau2's domains as environments."""
+"""Configuration of τ-bench: the section ``tau_bench``, and `Tau2Config`, which the environment ``tau`` also uses."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TauEmbedderConfig(Tree):
 
 
 class TauServerConfig(Tree):
-    """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequences are those of `engine`."""
+    """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequence limits come from `engine`."""
 
     port: int | None = Field(None, ge=1, le=65535)
     """Port on 127.0.0.1; null: a free one."""

@@ -178,7 +178,7 @@ class TauEnvironment(Environment):
         return list(dict.fromkeys([user, *([judge] if os.environ.get(judge) else [])]))
 
     def tasks(self, split: str) -> list[str]:
-        """See `Environment`. Raises: ConfigError too: tau2 cannot be used, or a key is missing."""
+        """See `Environment`. Raises: also ConfigError: tau2 cannot be used, or a key is missing."""
         found = self._domain.splits.get(split)
         if not found:
             named = ", ".join(self._domain.splits)
@@ -190,7 +190,7 @@ class TauEnvironment(Environment):
                 "needs no key), or name another variable in environment.options.user.api_key_env and in "
                 "agent.pass_environment"
             )
-        # If tau2 cannot be used, both raise now, before anything is started.
+        # If tau2 cannot be used, one of these raises now, before anything is started.
         self.job(found[0], Path())
         _ = self._description
         return list(found)
@@ -223,7 +223,7 @@ class TauEnvironment(Environment):
             "evaluate": self.ground_truth,
             "seed": options.seed,
             "max_steps": options.max_steps,
-            # No retries: the endpoint would reject them as well.
+            # No retries: what the endpoint rejects once, it rejects again.
             "agent": {"model": f"{agent}/policy", "provider": agent.upper(), "args": {"num_retries": 0}},
             "user": {"model": options.user.model, "args": sampling(options.user)},
             "judge": judge_job(options.judge),

@@ -70,7 +70,7 @@ NOT_COMPARED: Any = {
 }
 """Settings that do not change the outcome, or that the plan stores elsewhere."""
 COPIED = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
-"""Keys of the configuration that a job has under the same names."""
+"""Configuration keys that are copied to a job under the same names."""
 STEPS_PER_TURN = 2
 """tau2's max_steps counts the messages of both sides."""
 EMBEDDER_KEY = "DRACO_TAU_EMBEDDER_KEY"
@@ -197,7 +197,7 @@ def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> 
         refused = [name for name in names if settings.temperature is not None and not sampling(settings, name)]
         if refused:
             log.warning(
-                "tau_bench.%s.temperature=%g is not sent and recorded as null: %s does not accept a temperature",
+                "tau_bench.%s.temperature=%g is not sent; null is recorded: %s does not accept a temperature",
                 *(role, settings.temperature, ", ".join(refused)),
             )
         found[role] = None if refused else settings.temperature

@@ -59,7 +59,7 @@ class TauPolicy:
     rank: int = 0
     """LoRA rank of the adapter."""
     digest: str | None = None
-    """SHA-256 of the adapter's weights, to prevent results of two checkpoints in one folder."""
+    """SHA-256 of the adapter's weights, so that results of two checkpoints cannot mix in one folder."""
 
 
 def find_policy(named: str, config: DracoConfig) -> TauPolicy:
@@ -115,7 +115,7 @@ def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPoli
     """Check a policy that is served here: ``model``, with ``adapter`` (a PEFT folder) on top.
 
     Raises:
-        ConfigError: the model directory is unusable, or the adapter's rank is no positive integer.
+        ConfigError: the model directory is unusable, or the adapter's rank is not a positive integer.
         DamagedRun: the adapter is damaged.
     """
     try:
@@ -214,7 +214,7 @@ def served(
             stack.callback(files.remove)
             files.open()
             adapter = files.write(weights, architectures(policy.model))
-            # The server runs for hours.
+            # Free the memory: the server runs for hours.
             del weights
         command = serve_command(config, policy, port, adapter)
         environment = openai_server.server_environment(config.engine, policy.model, key, withhold)

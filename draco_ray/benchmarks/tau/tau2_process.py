@@ -1,4 +1,4 @@
-"""tau2-bench: the installation to run, and what a job and the environment of its process hold."""
+"""Find and check the tau2-bench installation; build parts of its jobs and of its processes' environment."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def key_variable(config: TauModelConfig, model: str | None = None) -> str:
 
 
 def settings_of(home: Path) -> dict[str, str]:
-    """Environment variables of every tau2 process: set the data folder, prevent reading .env or the network."""
+    """Environment variables of every tau2 process: set the data folder, and keep imports off .env and the network."""
     return {
         "TAU2_DATA_DIR": str(home / "data"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -175,7 +175,7 @@ def litellm_variables(name: str, config: TauModelConfig, model: str, key: str) -
 
     Args:
         name: dotted name of ``config``, for messages.
-        config: names the endpoint.
+        config: contains the endpoint.
         model: LiteLLM name.
         key: value of the key's variable.
 
