@@ -55,7 +55,7 @@ def _of_package(name: str) -> Any:
         return group.get_command(None, name)
     except Exception as error:
         raise ConfigError(
-            f"commands={name!r}: expected a Typer app or a function as Typer takes it: {type(error).__name__}: {error}"
+            f"commands={name!r}: expected a Typer app or a function that Typer accepts: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -63,8 +63,8 @@ def _typed(words: Sequence[str]) -> list[str]:
     """Check a command line's arguments and expand ``--option=~/``, which shells do not.
 
     Raises:
-        ConfigError: a word or an option's value is empty; an empty path would be the working directory, and an empty
-            judge or endpoint the provider's.
+        ConfigError: a word or an option's value is empty. An empty path would mean the working directory, an empty
+            judge or endpoint the default one.
     """
     for place, word in enumerate(words):
         if not word or re.fullmatch("--[a-z-]+=", word):
@@ -117,7 +117,7 @@ def _commands() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: a known error is one line and exit code 1 (2 for what the user typed, 3 for `TooManyLost`).
+    """Entry point: prints a `DracoError` as one line; exit code 1 (2 for wrong input, 3 for `TooManyLost`).
 
     ``arguments`` are the words after ``draco``; None takes them from the command line.
     """
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_line(problem), file=sys.stderr)
         sys.exit(problem.exit_code)
     except KeyboardInterrupt:
-        # Typer handles it inside a command.
+        # Inside a command, Typer handles it.
         sys.exit(130)
 
 

@@ -1,4 +1,4 @@
-"""`draco attribution-bench`: measure a judge on planted faults, or by people's labels of steps."""
+"""`draco attribution-bench`: measure a judge on planted faults, or judges against people's step labels."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def attribution_bench(
     wrong_step: float = 0.0,
     trust: bool = False,
 ) -> list[Path]:
-    """Plant faults in reference solutions, let a judge find them, and print how well the judge and the credit do.
+    """Plant faults in reference solutions, and print how well a judge and the step credit find them.
 
     Args:
         judge: the judge to measure.
         world: a sandbox.
         split: split of the tasks.
         tasks: maximum number of tasks; None is all.
-        hard: whether the planted groups are the hard kind.
+        hard: whether to plant hard groups.
         processes: number of AppWorld processes.
         config: configuration of the judge; None: the defaults.
         out: folder of the tables.
@@ -104,7 +104,7 @@ def attribution_bench(
 
 
 def attribution_labels(path: Path, *, out: Path) -> list[Path]:
-    """Measure judges by the step labels of a file; print and write the tables.
+    """Measure judges against people's step labels; print and write the tables.
 
     Args:
         path: the labels of people and judges.
@@ -138,7 +138,7 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
         {row["judge"]: [row[head] for head in CALIBRATION] for row in calibrated.to_pylist()},
     )
     print_table(
-        "error rates by trajectory, as judge.rule_judge takes them",
+        "error rates by trajectory, for the keys of judge.rule_judge",
         ["", *ERRORS],
         {row["judge"]: [row[head] for head in ERRORS] for row in calibrated.to_pylist() if row["judge"] != EVERY_JUDGE},
     )

@@ -47,7 +47,7 @@ def check(config: DracoConfig) -> None:
 def check_memory(start: Start) -> None:
     """Check that learner, engines and Ray fit into the memory of the GPUs or of this machine."""
     config = start.config
-    # How much memory somebody else's learner needs is not known.
+    # The memory that a user's own learner needs is unknown.
     if not start.has_model or address_of(config) is not None or config.learner.use != LearnerConfig().use:
         return
     try:
@@ -73,7 +73,7 @@ def check_memory(start: Start) -> None:
 
 
 def _gpu_bytes() -> int:
-    """Memory of the first GPU, 0 without one; asked in a process of its own, since CUDA keeps memory until its end."""
+    """Bytes of the first GPU's memory, 0 without one; read in a subprocess, since CUDA holds memory until exit."""
     code = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout.replace("False", "0"))

@@ -114,11 +114,11 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
 
 
 def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool:
-    """Evaluate the saved worlds of an evaluation again; print the rates, and each verdict that is not the recorded one.
+    """Evaluate the saved worlds of an evaluation again; print the rates, and each verdict that has changed.
 
-    Returns: whether all verdicts are the recorded ones.
+    Returns: whether all verdicts equal the recorded ones.
     Raises:
-        ConfigError: not an evaluation of AppWorld, or one of another world than ``data.root``.
+        ConfigError: not an evaluation of AppWorld, or its world is not that of ``data.root``.
         DracoError: as `draco_ray.lab.evaluation.appworld.reevaluate`.
     """
     from draco_ray.lab.evaluation.appworld import reevaluate as evaluate_again
@@ -268,7 +268,7 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
     """The policy to evaluate and its configuration.
 
     Raises:
-        ConfigError: the options exclude each other, or name no usable policy or configuration, or two.
+        ConfigError: the options exclude each other, name two models, or name no usable policy or configuration.
     """
     _check_options(options)
     if options.run is None:

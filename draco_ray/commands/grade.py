@@ -23,7 +23,7 @@ from draco_ray.traces.keeping import LINES
 
 
 def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
-    """The lines of a ``judged.jsonl``, or of the one in a folder; ``named`` is the argument that errors name.
+    """Read a ``judged.jsonl``, given as a file or as its folder; ``named`` is the argument's name in errors.
 
     Raises:
         ConfigError: the file cannot be read, or has other content.
@@ -67,10 +67,10 @@ def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -
 
 
 def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
-    """The difference of the pass shares over the tasks that both have, with its 95 % interval.
+    """Pass share of ``lines`` minus that of ``baseline``, over their common tasks, with its 95 % interval.
 
     Raises:
-        ConfigError: there is no such task, or they were judged by different rubrics.
+        ConfigError: they have no common task, or were judged by different rubrics.
     """
     check_rubric(titles(lines), baseline)
     tasks = [{line["task_id"] for line in side if line["pass_share"] is not None} for side in (lines, baseline)]

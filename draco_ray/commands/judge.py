@@ -146,7 +146,7 @@ def run(wanted: JudgeArguments) -> int:
 
 
 def _configured(config: DracoConfig) -> str | None:
-    """The judge without ``--judge``; None leaves the choice to `plan`."""
+    """The judge to use if ``--judge`` is not given; None leaves the choice to `plan`."""
     if config.judge.rule_judge.start and not config.judge.self_judge.enabled:
         return RULES
     # The schema's default is used only if the configuration names no judge.
@@ -397,7 +397,7 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
 
 
 def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: JudgeArguments) -> bool:
-    """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
+    """Print the grades under a pinned rubric. Returns whether it is below the threshold or the baseline."""
     share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
@@ -414,7 +414,7 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
         below = True
     if baseline is not None:
         change = grade.difference(lines, baseline)
-        one = "no interval, since there is one task"
+        one = "no interval, because there is only one task"
         limits = one if math.isinf(change.low) else f"[{100 * change.low:+z.1f}, {100 * change.high:+z.1f}]"
         console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}")
         below = below or change.high < 0

@@ -1,7 +1,7 @@
-"""`draco judge --ray`: asks the phases of many groups through the judge pool of a cluster.
+"""`draco judge --ray`: sends the judge phases of many groups to the judge pool of a cluster.
 
-This process loads the groups, truncates traces and keeps the results. One of the judge workers asks each phase; the
-pool starts and stops workers as calls come. An actor on this process's node stores the replies.
+This process loads the groups, truncates traces and keeps the results. Each phase runs in one of the judge workers,
+whose number follows the load. An actor on this process's node stores the replies.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_errors, ray_session
 
 FACTS_FROM = 8
-"""Number of groups, from the first on, from whose traces the environment's facts are taken."""
+"""The environment's facts are taken from the traces of this many groups, the first ones."""
 LOOK_SECONDS = 2.0
-"""Seconds between two checks of which servers are loading."""
+"""Seconds between two queries for the servers that are loading."""
 
 
 class PooledJudge:
-    """Asks the workers of a pool, and counts their calls."""
+    """Sends judge phases to the workers of a pool, and counts their calls."""
 
     def __init__(self, pool: JudgePool, meter: Meter) -> None:
         self._pool, self._meter = pool, meter
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
-        """Have a worker ask the question.
+        """Run a phase in a worker of the pool.
 
         Raises:
             JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.

@@ -14,8 +14,8 @@ def print_overall(title: str, table: pa.Table, left_out: Sequence[str], head: st
     """Print the rows over all steps as columns, one line per measure, with intervals.
 
     Args:
-        left_out: columns without a line.
-        head: the column that heads each row.
+        left_out: columns that are not printed.
+        head: the column whose values become the heads of the printed columns.
     """
     overall = [row for row in table.to_pylist() if row["training_step"] is None]
     hidden = (*left_out, head, "training_step")

@@ -90,7 +90,7 @@ def replay_judge(
     out: Path | None,
     trust: bool = False,
 ) -> list[Path]:
-    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` compares written criteria.
+    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` matches written criteria.
 
     With ``static_rubric`` it also scores the recorded rollouts against that rubric.
 
@@ -163,7 +163,7 @@ class _Replay:
         self._asked = asked(self._judge, self._config)
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
-        """Agreement of verdicts and citations, and the loss for training."""
+        """Print and write the agreement of verdicts and citations, and the training signal that would be lost."""
         console.print(f"sending {len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
@@ -185,7 +185,7 @@ class _Replay:
         return self._written({"judge_loss": lost, "agreement": agreed, "replayed": replayed})
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
-        """Overlap of the criteria, paired by the third model."""
+        """Print and write the overlap of the two judges' criteria, paired by the third model."""
         console.print(
             f"sending {len(calls)} archived prompts to {self._asked}; criteria are paired by "
             f"{asked(third.model, third)}"

@@ -29,7 +29,7 @@ def simulate_run(
     staleness: Sequence[int] = (),
     seed: int = 0,
 ) -> None:
-    """Print the prediction errors of a recorded run's steps, and durations and costs of other sizes of steps.
+    """Print the prediction errors of a recorded run's steps, and durations and costs of steps of other sizes.
 
     Args:
         directory: the run.

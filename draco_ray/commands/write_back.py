@@ -124,7 +124,7 @@ def write_back(judged: Path, target: str, url: str, *, dry_run: bool) -> None:
     if dry_run:
         for each in bodies:
             console.print(f"POST {url}{path} {json.dumps(each, ensure_ascii=False)}")
-        console.print(f"{scored} not written to {target}: {counted(len(bodies), 'request')} without --dry-run")
+        console.print(f"{scored} not written to {target}; without --dry-run: {counted(len(bodies), 'request')}")
         return
     with httpx.Client(base_url=url, timeout=30.0, **_key(target)) as client:
         for sent, each in enumerate(bodies):

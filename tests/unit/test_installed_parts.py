@@ -87,7 +87,7 @@ def test_a_command_of_an_installed_package_is_one_of_draco(capsys: pytest.Captur
 @pytest.mark.usefixtures("addon")
 def test_a_broken_command_is_one_line_and_the_others_work(capsys: pytest.CaptureFixture[str]) -> None:
     gone = "draco: commands='addon-gone': draco_addon_gone cannot be imported: ModuleNotFoundError: No module named"
-    number = "draco: commands='addon-number': expected a Typer app or a function as Typer takes it"
+    number = "draco: commands='addon-number': expected a Typer app or a function that Typer accepts"
     for name, said in (("addon-gone", gone), ("addon-number", number)):
         assert run(name, "--option", "3") == 2
         [line] = capsys.readouterr().err.splitlines()

@@ -111,7 +111,7 @@ def test_a_dry_run_prints_the_requests_and_sends_nothing(
     with pytest.raises(SystemExit, match="0"):
         main(["write-back", str(judged), "--to", "langfuse", "--url", service.url, "--dry-run"])
     *requests, end = capsys.readouterr().out.splitlines()
-    assert end == "3 scores of 1 trace not written to langfuse: 3 requests without --dry-run"
+    assert end == "3 scores of 1 trace not written to langfuse; without --dry-run: 3 requests"
     bodies = [json.loads(line.removeprefix(f"POST {service.url}/api/public/scores ")) for line in requests]
     assert [body["name"] for body in bodies] == ["pass share", "Books it", "Asks first"]
     assert service.posted == []

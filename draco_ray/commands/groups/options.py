@@ -99,7 +99,7 @@ def of_variety(path: Path, variety: str) -> Path:
 
 
 def options_of(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
-    """Call a function, or make a dataclass, with ``others`` and those of a command's `locals()` that it takes."""
+    """Call a function or a dataclass with ``others``, and with those of a command's `locals()` that it accepts."""
     names = inspect.signature(made).parameters
     return made(**{name: value for name, value in options.items() if name in names} | others)
 
@@ -136,7 +136,7 @@ def run_folder(given: str, *, checkpoints: bool = False) -> Path:
     from draco_ray.runs.remote.place import readable
 
     folder = readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
-    # What is wrong with a manifest is said by `draco verify`.
+    # `draco verify` reports what is wrong with a manifest.
     with suppress(DamagedRun, OSError):
         if absent := absent_tables(RunDirectory(folder)):
             typer.echo(absent, err=True)

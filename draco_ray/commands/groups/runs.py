@@ -157,12 +157,12 @@ def replay(
     Args:
         directory: A run directory or its URL.
         judge: Ask another judge instead: a LiteLLM model, rules (offline), own (the run's judge) or policy (the
-            checkpoint of the step before).
+            previous step's checkpoint).
         step: Only this training step; may be repeated.
         rule: Only this advantage rule (algorithm.rule); may be repeated.
         phase: With --judge: a phase to repeat; may be repeated (default: score, credit).
         pairing: With --phase stage1, stage2 or union: model that compares criteria, or rules.
-        static_rubric: With --judge: score the rollouts against this rubric (phases are then repeated only if given).
+        static_rubric: With --judge: score the rollouts against this rubric (repeats phases only with --phase).
         out: Folder of the tables (default: replay/ in the run).
     """
     from draco_ray.commands.replay import replay_algorithm, replay_judge
@@ -233,12 +233,12 @@ def attribution_bench(
         world: The sandbox with the tasks.
         split: Split of the tasks.
         tasks: Only N tasks.
-        hard: The judge writes the rubric; rollouts have two faults, whose consequences come late.
+        hard: The judge writes the rubric; some rollouts have two faults, or one with a late consequence.
         config: A preset, a YAML file or a run, for the judge's settings.
         wrong_step: With --judge rules: share of citations that name a wrong step.
         processes: AppWorld processes.
         out: Folder of the tables; rollouts that were already executed there are reused.
-        labels: Measure judges by the step labels in this JSON file instead.
+        labels: Measure judges against people's step labels in this JSON file instead.
     """
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.commands.attribution_bench import attribution_labels
