@@ -48,7 +48,7 @@ RATES = ("unanswered", "agreement", "chance", *COEFFICIENTS, "balanced_accuracy"
 
 
 def contingency(reference: IntArray, other: IntArray) -> IntArray:
-    """Judgments by the reference's rating (row) and the other's (column), shape (3, 4): `RATINGS`, then unanswered.
+    """Counts by the reference's rating (3 rows) and the other's (4 columns), in the order `RATINGS`, `UNANSWERED`.
 
     Args:
         reference: +1, -1 or 0.
@@ -80,11 +80,11 @@ def agreement(counts: IntArray) -> dict[str, Any]:
 
 
 def agreement_intervals(clusters: Sequence[IntArray]) -> dict[str, tuple[float, float]]:
-    """Intervals of every rate of `agreement` over the choice of clusters, computed like `clustered_interval`.
+    """Intervals of every rate of `agreement`, by jackknife over clusters as in `clustered_interval`.
 
     Args:
         clusters: one `contingency` per cluster.
-    Returns: (low, high) by name in `RATES`; infinite where fewer than two clusters have a denominator.
+    Returns: (low, high) by name in `RATES`; infinite if fewer than two clusters have judgments in its denominator.
 
     Raises:
         ValueError: there are no clusters.
@@ -105,7 +105,7 @@ def agreement_intervals(clusters: Sequence[IntArray]) -> dict[str, tuple[float, 
 
 
 def clustered_interval(clusters: Iterable[Collection[tuple[float, float]]]) -> Interval:
-    """A share in [0, 1], the sum of parts over the sum of wholes, with its interval over the choice of clusters.
+    """A share in [0, 1], sum of parts / sum of wholes, with its interval over clusters.
 
     Judgments on one task are correlated: treating them as independent would make the interval too narrow. The
     variance is the jackknife's, leaving out one cluster at a time. The limits come from `bounded_limits`, so the
@@ -139,7 +139,7 @@ def _limits(
 
 
 def auroc(positive: FloatArray, negative: FloatArray) -> float:
-    """The probability that a positive scores above a negative, ties half; NaN if either is missing.
+    """The probability that a positive scores above a negative, ties counting half; NaN if either is missing.
 
     >>> auroc(np.array([0.9, 0.5]), np.array([0.5, 0.1]))
     0.875

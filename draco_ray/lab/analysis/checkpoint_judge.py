@@ -1,7 +1,7 @@
 """The policy as judge of its own run: the checkpoint that acted in a step answers that step's archived prompts.
 
-This is the checkpoint of the step before (appendix "Self-judge"); for the first step, the model without an adapter. A
-vLLM engine with the run's own `engine` section serves the checkpoints one after the other.
+This is the previous step's checkpoint (appendix "Self-judge"); for the first step, the model without an adapter. A vLLM
+engine with the run's own `engine` section serves the checkpoints one after the other.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from draco_ray.runs.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class CheckpointJudge:
-    """The policy that acted in a training step, as a `draco_ray.judging.completion.Completer`; ask steps in order."""
+    """The policy that acted in a training step, as a `draco_ray.judging.completion.Completer`; call `at` in order."""
 
     engine: Any
     """A `VllmEngine` without an adapter: the model that acted in step 1."""
@@ -34,7 +34,7 @@ class CheckpointJudge:
     """The run's checkpoints (`checkpoints_before`)."""
 
     async def at(self, training_step: int) -> Completer:
-        """The judge for that step's prompts.
+        """Load the policy that acted in that step; returns the judge for the step's prompts.
 
         Raises:
             DamagedRun: the adapter is damaged.
@@ -74,7 +74,7 @@ async def open_checkpoints(
     Args:
         config: the run's; used are model, ``engine``, and in ``judge`` temperature, ``max_tokens`` and ``self_judge``.
         run: the run with the checkpoints.
-        steps: training steps whose prompts will be asked.
+        steps: training steps whose prompts will be sent.
 
     Raises:
         ConfigError: a checkpoint is missing.

@@ -27,7 +27,7 @@ def evaluations(run: RunDirectory) -> Iterator[Row]:
     """One row per finished measurement: TGC, SGC, and the cost of one pass over the tasks if it is known.
 
     Cost is known for evaluation directories only: input and output tokens, and dollars if the model has a price.
-    Unfinished measurements are left out, since their rates would cover other tasks.
+    Unfinished measurements are left out, since their rates would cover only a part of the tasks.
     """
     for (step, split), found in read_evaluations(run).items():
         about: Row = {"evaluation": TRAINING, "split": split, "training_step": step}

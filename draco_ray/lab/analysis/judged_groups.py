@@ -82,7 +82,7 @@ def _check(rows: Mapping[str, Sequence[Row]]) -> None:
             )
     for member in members:
         if len(member["step_advantage"]) != len(member["step_tokens"]):
-            raise ValueError(f"rollout {member['rollout']} has advantages for other steps than its own")
+            raise ValueError(f"rollout {member['rollout']}: expected one step advantage per step, found another number")
 
 
 def _group(step: int, task_id: str, rows: Mapping[str, Sequence[Row]]) -> RecordedGroup:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 OWN = "own"
 """Name of a run's own judge on the command line; asking it again measures how far a judge agrees with itself."""
 POLICY = "policy"
-"""Name of a run's own policy on the command line: each step is judged by the checkpoint of the step before it."""
+"""Name of a run's own policy on the command line: the previous step's checkpoint judges each step."""
 
 
 class RuleComplete:
@@ -55,7 +55,7 @@ def configured_rules(config: JudgeConfig, seed: int) -> RuleComplete:
 
 
 def names_judge(config: DracoConfig) -> bool:
-    """Whether a configuration says who judges."""
+    """Whether a configuration names a judge."""
     judge = config.judge
     return "model" in judge.model_fields_set or judge.rule_judge.start or judge.self_judge.enabled
 
@@ -148,7 +148,7 @@ def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
 
     if config.jury:
         log.warning(
-            "judge.jury has %d further judges, which are not used here; only %s is asked",
+            "judge.jury has %d further judges, which are not used here; only %s is used",
             len(config.jury),
             config.model,
         )

@@ -74,13 +74,13 @@ def citations(labels: Sequence[Label]) -> Citations | None:
 
 
 def labelled_reliability(labels: Sequence[Label]) -> float | None:
-    """Recommended `algorithm.reliability` (`citation_reliability`); None if no label tells the rollout's steps.
+    """Recommended `algorithm.reliability` (`citation_reliability`); None if no label has its rollout's number of steps.
 
-    If a person calls a citation wrong and names no steps, as many others are taken to be right.
+    If a person marks a citation wrong without naming the right steps, as many other steps are assumed to be right.
     """
     return citation_reliability(
         [
-            # No step is negative.
+            # The assumed steps are negative numbers, which no citation contains.
             Cited(each.cited, _right(each, otherwise=[-step for step in each.cited]), each.rollout_steps, each.group)
             for each in labels
             if each.citation is not None and each.cited and each.rollout_steps
@@ -89,7 +89,7 @@ def labelled_reliability(labels: Sequence[Label]) -> float | None:
 
 
 def _right(label: Label, *, otherwise: Sequence[int] = ()) -> Sequence[int]:
-    """The right steps by a label; ``otherwise`` if it does not name them."""
+    """The steps that are right according to a label; ``otherwise`` if it does not name them."""
     if label.citation:
         return label.cited
     return otherwise if label.steps is None else label.steps

@@ -38,7 +38,7 @@ class _Pair(Entry):
 
 @dataclass(frozen=True, slots=True)
 class Pairing(Question[Pairs]):
-    """Which criteria of ``one`` and ``other`` are the same check; without a call if a list is empty."""
+    """Which criteria of ``one`` and ``other`` are the same check; makes no call if a list is empty."""
 
     one: Sequence[Criterion]
     other: Sequence[Criterion]
@@ -66,7 +66,7 @@ class Pairing(Question[Pairs]):
         return {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
 
     def settled(self) -> Pairs | None:
-        """No pairs, if a list is empty."""
+        """An empty tuple of pairs if a list is empty; None if the model has to be called."""
         return None if self.one and self.other else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Pairs]:

@@ -24,7 +24,7 @@ def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
 
 
 def lines_of(run: RunDirectory, name: str = LINES) -> list[dict[str, Any]]:
-    """The lines of a file of a judging's run directory; none if the file does not exist yet."""
+    """The lines of a JSONL file in a run directory of judged traces; empty if the file does not exist yet."""
     path = run.path / name
     # Not splitlines: JSON may contain other line separators than \n.
     lines = path.read_text(encoding="utf-8").split("\n") if path.is_file() else []

@@ -33,8 +33,8 @@ from draco_ray.training.overlap import seconds_together
 def terminations(run: RunDirectory) -> Iterator[Row]:
     """One row per training step and termination mode; ``share`` is of the step's rollouts, lost ones included.
 
-    ``retried`` counts attempts that a server error ended and that were repeated, all in the row of that mode: a lost
-    rollout used all its retries, a finished one those before its last attempt.
+    ``retried`` is 0 except in the row of server errors, where it counts the step's retries: all retries of a lost
+    rollout, and the attempts of a finished one before its last.
     """
     retries = int(run.setting("environment.rollout_retries"))
     for step in run.steps():

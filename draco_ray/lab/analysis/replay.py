@@ -99,7 +99,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
                 continue
             made = steps_of.get((task_id, rollout), 0)
             rubric = tuple(criteria[task_id, index] for index, _ in answers)
-            # A strong judge was asked about some of the criteria only.
+            # A strong judge is asked about some of the criteria only: prefer prompts with all of them.
             whole = render.rubrics(rubric) if phase == Score.name else ""
             prompt = first_prompt([call for call in asked if whole in call["prompt"]] or asked)
             if not prompt:
@@ -136,16 +136,16 @@ def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row
 
 
 def first_prompt(calls: Sequence[Row]) -> str:
-    """The first prompt of the call whose answer was used: the shortest with which that call's prompt begins.
+    """The first prompt of the call whose answer was used: the shortest prompt that is a prefix of that call's.
 
-    Empty if no call was answered: what is recorded then needed none, and these calls are of an earlier attempt.
+    Empty if no call was answered: the recorded result then needed none, and these calls are of an earlier attempt.
     """
     used = next((str(call["prompt"]) for call in calls if call["error"] is None), "")
     return min((prompt for call in calls if used.startswith(prompt := str(call["prompt"]))), key=len, default="")
 
 
 async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
-    """Ask ``complete`` every archived prompt again, many at a time; one row per criterion (`REPLAYED`).
+    """Send every archived prompt to ``complete``, concurrently; one row per criterion (`REPLAYED`).
 
     Raises:
         JudgeUnavailable: the judge answers no call at all.
@@ -190,7 +190,7 @@ def agreement_table(replayed: pa.Table) -> Iterator[Row]:
 def repeated_reliability(replayed: pa.Table) -> float | None:
     """`citation_reliability` of the run's citations if the other judge's were right; None if no step is cited.
 
-    Against the run's own judge it is an upper limit: a judge that repeats a mistake counts as right.
+    If the other judge is the run's own, it is an upper limit: a repeated mistake counts as right.
     """
     return citation_reliability(
         [
@@ -217,7 +217,7 @@ async def ask_once(
         complete: the judge.
         prompt: the prompt, sent verbatim.
         read: reads the reply; may raise ReplyError.
-        schema: of the reply.
+        schema: JSON schema of the reply.
 
     Returns: what ``read`` returns, or None; dollars; and why the reply cannot be used, or None.
     """

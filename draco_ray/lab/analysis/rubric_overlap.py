@@ -7,7 +7,7 @@ model pairs its criteria one to one with those that the run used:
 recall      of the run's criteria, the share that the other judge also wrote
 precision   of the other judge's criteria, the share that the run also has
 
-Both are over all criteria of all calls. The **ceiling** is the same for the run's own judge against itself: for two
+Both are over all criteria of all calls. The **ceiling** is the overlap of the run's own judge with itself: for two
 rollouts of one group (stage2) or for one task at two training steps (union, which is called once per task and step).
 An unusable reply counts as an empty list of criteria, which lowers recall. Comparisons for which the third model gives
 no usable reply are left out and counted.
@@ -47,7 +47,7 @@ CEILING = "ceiling"
 _SIDES = ("reference_", "")
 """Prefixes of the columns about the run's criteria and about the other judge's."""
 _PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
-"""Share of paired criteria -> the column with all of them."""
+"""Measure -> the column with the criteria in its denominator."""
 _SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -93,11 +93,11 @@ def writing_calls(
         calls = grouped(phase_calls(run, step, phases), "phase", "task_id", "rollout")
         for key in sorted(calls, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
             phase, task_id, rollout = key
-            # Behind the calls that were used are those of earlier attempts.
+            # In the table, calls of earlier attempts follow those that were used.
             current = [call for call in calls[key] if call["started_at"] >= calls[key][0]["started_at"]]
             if not (answered := [call for call in current if call["error"] is None]):
                 continue
-            # A refused union was asked about fewer rollouts, too; its last answer counts.
+            # A union that the judge refused was asked again with fewer rollouts; the last answer counts.
             used = answered[-1]
             existing = proposed.get(task_id, ()) if phase == Stage2.name else ()
             found.append(
@@ -122,7 +122,7 @@ async def compare_writing(
     config: JudgeConfig,
     third: Judge,
 ) -> pa.Table:
-    """Ask another judge every archived prompt, let the third model pair the criteria; one row per comparison.
+    """Send every archived prompt to another judge, let the third model pair the criteria; one row per comparison.
 
     Args:
         run: the run with the archive.

@@ -1,7 +1,7 @@
 """Apply advantage rules to recorded verdicts: the advantages that each rule would give, without asking the judge again.
 
 Credit calls cover only what the run's own rule needed. If under another rule more criteria survive, or a group without
-spread gets one, citations are missing. The column ``no_citation`` counts such rollouts.
+reward spread gets some, citations are missing. The column ``no_citation`` counts such rollouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def replayed(
 ) -> GroupAdvantages:
     """R, A and a_j of a recorded group under a rule, computed by the training code.
 
-    A group of one, a trace that was judged alone, has the rule that it was judged by, whatever the rule: no dropout.
+    A group of one is a trace that was judged alone: it always keeps the rule without dropout that it was judged by.
 
     Args:
         group: the group with its verdicts and citations.

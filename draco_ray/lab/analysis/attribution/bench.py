@@ -24,7 +24,7 @@ from draco_ray.traces.model import Trace
 
 AGENT_PROMPT = Path("prompts/agent_think.txt")
 EVERY_CREDIT = AlgorithmConfig(skip_useless_credit_calls=False)
-"""Each scored rollout is credited, also in a group whose rewards are equal."""
+"""Credit calls for every scored rollout, even if a group's rewards are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ async def judge_groups(judge: Judge, groups: Sequence[Sequence[PlantedRollout]],
 
 
 async def _judge_group(judge: Judge, group: Sequence[PlantedRollout], world: Path) -> list[JudgedRollout]:
-    """Raises: JudgeUnavailable: the judge wrote no criteria."""
+    """Judge one group. Raises: JudgeUnavailable: the judge wrote no criteria."""
     task_id = group[0].task_id
     task = load_task(world, task_id)
     prompt = render_agent_prompt(AGENT_PROMPT, task)

@@ -11,7 +11,7 @@ measure              mean over observations of
 ==================== ===============================================================================
 citation_precision   the share of planted steps among those cited by failed criteria
 citation_recall      the share of planted steps that failed criteria cite
-hit_at_1             whether the step with the lowest Q is planted; a tie counts as a share
+hit_at_1             whether the step with the lowest Q is planted; of tied steps, the planted share
 first_error          whether the first step cited by a failed criterion is the first planted
 blame_auroc          AUROC of 1 - Q, planted steps against other steps
 push_share           the planted steps' share of |a_j| n_j; losers only (A < 0)
@@ -93,7 +93,7 @@ def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
 
 
 def step_measures(rollout: JudgedRollout) -> dict[str, Observation]:
-    """Every measure of a rollout with planted steps, without those that it has no value for."""
+    """The measures that have a value for a rollout with planted steps, by name."""
     planted_M, cited_M = (_marked(rollout, steps) for steps in (rollout.planted.planted, cited(rollout)))
     blame_M, blamed = _blame(rollout), blamed_by_rule(rollout)
     first, share = int(planted_M.argmax()), rollout.share
@@ -189,7 +189,7 @@ def _blame_rows(judged: Sequence[JudgedRollout]) -> list[Row]:
 
 
 def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Observation]]) -> list[Row]:
-    """The row of a measure, from the task and the value of each observation; none without observations."""
+    """A list with the row of a measure, from (task, observation) pairs; empty without observations."""
     if not observations:
         return []
     clusters = group_by(observations, itemgetter(0)).values()

@@ -104,7 +104,7 @@ class PlantedRollout:
 
 
 _KEPT = TypeAdapter(tuple[dict[str, Any], list[PlantedRollout]])
-"""The world and tasks that rollouts were made from, and the rollouts."""
+"""Content of the file of executed rollouts: the world and tasks behind them, and the rollouts."""
 
 
 def plan(task_id: str, family: str) -> list[PlantedRollout]:

@@ -12,7 +12,7 @@ from draco_ray.sandbox.world.scripts import Family, Fault
 
 COMPLETION = "complete_task("
 UNKNOWN = 0
-"""Known verdict of a criterion that the planted fault may or may not violate."""
+"""A verdict that is not known: the planted fault may or may not violate the criterion."""
 
 _CRITERIA = {
     Fault.FIRST_PAGE_ONLY: Criterion(
@@ -60,7 +60,7 @@ _CRITERIA = {
 _OPEN: dict[Fault | None, frozenset[Fault]] = {
     Fault.WRONG_SOURCE: frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_FILTER})
 }
-"""Planted fault -> faults whose verdict is unknown: how a wrong list was read is neither clearly right nor wrong."""
+"""Planted fault -> faults whose verdict it leaves unknown: reading a wrong list is neither clearly right nor wrong."""
 
 
 def faults_of(family: Family) -> list[Fault]:

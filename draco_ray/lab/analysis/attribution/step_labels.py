@@ -5,7 +5,7 @@ A labels file is JSON and holds no text: ``trajectories``, each with its questio
 call a tool (``call``); and ``judges``, a map from name to the labels of every trajectory in the same order, with null
 for a step without a label.
 
-The paper's rule sees each label as citations of its step: 1 is a pass, -1 a fail, 0 a pass and a fail (Q 1/2); a step
+Each label becomes citations of its step for the paper's rule: 1 a pass, -1 a fail, 0 a pass and a fail (Q 1/2); a step
 without a label is uncited. Every step counts as one token, so that the push does not depend on a step's length. The
 measure is the bad steps' share of the push in trajectories with both bad and other steps. It should be high for losers
 (A < 0) and low for winners (A > 0). Intervals are percentiles of a bootstrap over questions.
@@ -84,13 +84,13 @@ class Sample:
     question_N: IntArray
     """Index of each trajectory's question."""
     uniform_N: FloatArray
-    """Share of the push on bad steps without step credit."""
+    """Bad steps' share of the push, without step credit."""
     share_N: Mapping[str, FloatArray]
     """The same share under the paper's rule, by judge (and for the baseline rows)."""
     first_push_N: Mapping[str, FloatArray]
-    """The same share if a loser's push falls on the first step that the judge calls bad; without one, uniform."""
+    """The same share if all push falls on the first step that the judge calls bad; without one, the push is uniform."""
     first_error_N: Mapping[str, FloatArray]
-    """Whether the first step that the judge calls bad is people's first; by chance for `UNIFORM`."""
+    """Whether the judge's first bad step is also people's first; for `UNIFORM` the probability of that."""
 
     @property
     def questions(self) -> int:
@@ -221,10 +221,10 @@ class Cited(NamedTuple):
 
 
 def citation_reliability(citations: Sequence[Cited]) -> float | None:
-    """`reliability` over groups of one citation or more; None without any.
+    """`reliability` of citations, with groups in place of questions; None without citations.
 
-    A citation gains the right steps' share of what it cites, less their share of the rollout, as steps of equal length
-    take the push. A rollout's citations are not weighed against each other.
+    A citation's gain is the share of its cited steps that are right, minus the share of the rollout's steps that are
+    right: their push without credit, if steps have equal length. Every citation counts on its own.
 
     >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
     >>> round(found, 2)
@@ -239,8 +239,8 @@ def citation_reliability(citations: Sequence[Cited]) -> float | None:
 def error_rates(found: StepLabelFile, judge: str) -> Row:
     """A judge's error rates against people's labels, defined as in `draco_ray.sandbox.rule_judge.noise.Noise`.
 
-    There a verdict is about a whole rollout and is flipped on its own; cited steps are replaced on their own. So the
-    verdict here is about a trajectory, FAIL if a step of it is labelled -1:
+    The noise flips verdicts of whole rollouts, and replaces cited steps independently of them. So a trajectory's
+    verdict here is FAIL if any of its steps is labelled -1:
 
     - ``false_pass``: share of the trajectories that people fail in which the judge labels no step -1;
     - ``false_fail``: share of the trajectories that people pass in which the judge labels a step -1;
@@ -268,13 +268,14 @@ def error_rates(found: StepLabelFile, judge: str) -> Row:
     "float64: reliability uniform draco calibrated low shrunk within_tolerance false_pass false_fail wrong_step",
 )
 def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Iterator[Row]:
-    """The recommended reliability of every judge, highest first, and what such a value does on other questions.
+    """The recommended reliability of every judge, highest first, and the effect of such a value on other questions.
 
     A split divides the losers' questions at random: the reliability measured on one half is applied to the other. The
-    calibrated share is the mix of both rules' shares, because both push as much in all. ``uniform``, ``draco``,
+    calibrated share is a mix of the two rules' shares, because their total push is equal. ``uniform``, ``draco``,
     ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, ``low`` is the 5th percentile of
-    ``calibrated``, and ``within_tolerance`` the share of splits in which it is at least ``uniform`` - `TOLERANCE`;
-    for `EVERY_JUDGE`, for all of them. They are null with fewer than four questions. Errors: see `error_rates`.
+    ``calibrated``, and ``within_tolerance`` the share of splits in which ``calibrated`` >= ``uniform`` - `TOLERANCE`
+    (row `EVERY_JUDGE`: for all judges at once). All are null with fewer than four questions. Error columns: see
+    `error_rates`.
     """
     losers = sample(found, winners=False)
     gains = {judge: losers.share_N[judge] - losers.uniform_N for judge in found.judges}
