@@ -45,7 +45,7 @@ class PackedGroup:
     """A group in the page."""
 
     summary: Row
-    """Columns and filters of the list of groups."""
+    """Values for the columns and filters of the list of groups."""
     data: str
     """The group's other data, packed by `pack`."""
 
@@ -81,7 +81,7 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
 
 
 def _token_texts(run: RunDirectory) -> Callable[[int], str]:
-    """Function from token id to text; to ``#`` and the id if the model's tokenizer is not on this machine."""
+    """Function from token id to text, or to ``#<id>`` if the model's tokenizer is not on this machine."""
     file = Path(str(run.setting("model.path"))) / "tokenizer.json"
     if not file.is_file():
         return lambda token: f"#{token} "

@@ -1,4 +1,4 @@
-"""First view of a page about judged traces: one row per trace, worst first, and criteria with the traces failing."""
+"""First view of a page about judged traces: a row per trace, worst first, and criteria with the traces failing them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draco_ray.traces.files import INDEX
 def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
     """One row per judged trace and one per criterion title.
 
-    Traces have the lowest pass share first; those without verdicts precede all others. ``reason`` is the judge's
-    explanation of a failed criterion, preferably of one that cites steps. Criteria have the most failures first; their
-    pass share is over the traces to which they apply.
+    Traces are sorted by pass share, lowest first, after those without verdicts. ``reason`` is the judge's
+    explanation of a failed criterion, preferably of one that cites steps. Criteria are sorted by failures, most first;
+    their pass share is over the traces to which they apply.
     """
     steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in lines_of(run, INDEX)}
     traces, said = [], defaultdict(list)

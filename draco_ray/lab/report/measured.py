@@ -18,7 +18,7 @@ from draco_ray.runs.evaluations import passed_share, read_evaluations
 from draco_ray.runs.rows import Row
 
 _PLAYED = {"trajectories": "evaluation_trajectories", "steps": "evaluation_steps"}
-"""Table of training -> the same of evaluated rollouts."""
+"""Table of training rollouts -> the same table of evaluated rollouts."""
 
 Outcomes = Mapping[tuple[str, int], Row]
 """(task, rollout) -> outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
@@ -105,7 +105,7 @@ def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], li
 def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row]) -> list[tuple[str, str]]:
     """Evidence and justification of each verdict, from the first reply with this verdict; empty if none was kept.
 
-    Replies about a rollout that was played again are not read: the prompts tell the two apart.
+    Replies about an earlier attempt of the rollout, recognized by their prompts, are skipped.
     """
     rubric = [Criterion(title=title, description="", evaluator_instruction="") for title in titles]
     remarks = [("", "")] * len(verdicts)

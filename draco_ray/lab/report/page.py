@@ -116,11 +116,11 @@ STAND_IN = (
 )
 INERT = "Credit of a rollout is inert if the verdicts that cite its steps all agree, so all steps get the same credit."
 HELD = (
-    "Of some groups the held-out judge scores the better-rewarded half and a middle rollout; its verdicts are not used "
+    "In some groups the held-out judge scores the better-rewarded half and a middle rollout; its verdicts are not used "
     "for training."
 )
 DRIFT = (
-    "How many more of the best-rewarded rollouts than of middle ones fail with the held-out judge (at most 0 without a "
+    "By how much more often the held-out judge fails the best-rewarded rollouts than middle ones (at most 0 without a "
     "hack), and by how much its pass share of the better half has fallen; with 95 % intervals."
 )
 QUALITY = "Quality Q of a step: share of passes among the verdicts that cite it."
@@ -171,7 +171,7 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
-    """The judge beside the held-out judge on the same rollouts, and the signs of a hack; of a run that has one."""
+    """The judge and the held-out judge on the same rollouts, and signs of a hack; empty without a held-out judge."""
     lines = [line | {"training_step": line["step"]} for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []

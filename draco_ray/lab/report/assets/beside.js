@@ -1,6 +1,6 @@
 // ---- a task in all steps, and two rollouts side by side
 
-// Criteria are the same wherever their titles are, but for case and spacing.
+// Criteria with equal titles are the same; case and spacing are ignored.
 const titleKey = (title) => title.toLocaleLowerCase().split(/\s+/).join(" ").trim();
 
 async function taskView(task) {
@@ -29,7 +29,7 @@ async function taskView(task) {
   return [el("nav.crumbs", { "aria-label": "Place" }, el("a", { href: "#groups" }, "Groups")), el("h1", {}, task, el("span.muted", {}, " in all steps")), el("p", {}, asked),
     el("section.card", {}, el("h2", {}, "Rollouts"), el("div.scroll", {}, el("table", {}, el("tbody", {}, rows)))),
     counts.size ? el("section.card", {}, el("h2", {}, "Passed, of those to which the criterion applied"),
-      el("p.muted", {}, "✓: solved. With a number, dropped because no rollout failed it; alone, proposed and left out of the rubric, because no rollout failed it or another criterion covers it. A criterion that counts is never passed by all. ·: not proposed in that step."),
+      el("p.muted", {}, "✓ with a number: dropped, because no rollout failed it. ✓ alone: proposed but left out of the rubric, because no rollout failed it or another criterion covers it. ·: not proposed in that step. A criterion that counts is never passed by all rollouts."),
       el("div.scroll", {}, matrix(null, trained.length, el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "criterion"), trained.map(([group]) => el("th.c", { scope: "col" }, el("span.wideonly", {}, "step "), String(group.step))))), el("tbody", {}, body)))) : null];
 }
 

@@ -1,4 +1,4 @@
-// ---- keyboard: j and k through what is listed, left and right through what lies beside, / to the search
+// ---- keyboard: j and k move through a list, left and right to the group or rollout beside, / to the search
 
 const ITEMS = ".view:not([hidden]) :is(.list tbody a.item, .hits a.item, #task a.item, .turn a.anchor, #matrix tbody a.verdict, #both tbody a.verdict)";
 
@@ -13,7 +13,7 @@ function moved(by) {
 
 function beside(rel) {
   const links = [...document.querySelectorAll(`.view:not([hidden]) a[rel=${rel}]`)];
-  // Of a rollout those of its group come before the group's own neighbours.
+  // In a rollout's view, go to rollouts of its group, not to neighbouring groups.
   const link = links.find((node) => node.classList.contains("chip")) || (document.querySelector(".view:not([hidden]) .chip.here") ? null : links[0]);
   if (link) location.hash = link.getAttribute("href").slice(1);
 }
@@ -35,7 +35,7 @@ document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") event.target.blur();
     return;
   }
-  // A text that is scrolled sideways keeps its arrows.
+  // In a text that scrolls sideways, the arrow keys scroll.
   if (event.key.startsWith("Arrow") && event.target.matches("pre, .scroll")) return;
   const act = KEYS[event.key];
   if (!act) return;

@@ -1,4 +1,4 @@
-// ---- what people say of verdicts: kept by the browser, and exported as JSON lines
+// ---- people's labels of verdicts: stored in the browser, exported as JSON lines
 
 const labels = { kept: new Map(), by: "", drawn: new Set() };
 const labelKey = (group, rollout, criterion) => [group.step, group.task, rollout, criterion].join("\n");
@@ -11,7 +11,7 @@ function readLabels() {
     labels.drawn = new Set(stored.drawn || []);
     for (const label of stored.labels || []) if (labelFits(label)) keepLabel(label);
   } catch {
-    // A browser may forbid keeping anything, or somebody else may have kept nonsense: labels are then of this visit.
+    // The browser may forbid storage, or the stored text may be invalid: labels then last for this visit only.
   }
 }
 
@@ -107,7 +107,7 @@ async function importLabels(file) {
   document.getElementById("labels-state").textContent = `${plural(taken, "label")} taken${left ? `, ${plural(left, "line")} not of this run` : ""}.`;
 }
 
-// Every scored verdict with the same chance, those that are labelled already aside.
+// Draw one of the scored verdicts without a label, each with the same chance.
 async function drawOne() {
   const open_ = index.groups.filter((group) => !group.split).flatMap((group) => group.rollouts.filter((rollout) => rollout[2] !== null).flatMap((rollout) => group.titles.map((_, at) => [group, rollout[0], at])))
     .filter(([group, rollout, at]) => !labels.kept.has(labelKey(group, rollout, at)));
@@ -132,7 +132,7 @@ function labelsView() {
     el("td.asked", {}, label.title), el("td", {}, WORD[label.judge]), el("td" + (wrong(label) ? ".minus" : ""), {}, label.verdict === null ? "–" : WORD[label.verdict]),
     el("td", {}, label.citation === null ? "–" : label.citation ? "right" : "wrong" + (label.steps ? ": " + label.steps.join(", ") : "")), el("td.asked", {}, label.note)));
   return [el("h1", {}, "Labels"),
-    el("p", {}, "A verdict of a rollout is marked right or wrong where it is opened, and so are the steps it cites. ", el("code", {}, "draco agreement labels.jsonl"), " measures the judge by what is exported here. Rates hold for the whole run if verdicts are drawn, not chosen. Labels stay in this browser until then."),
+    el("p", {}, "Open a rollout's verdict to mark it, and the steps it cites, right or wrong. ", el("code", {}, "draco agreement labels.jsonl"), " measures the judge against the exported labels. Rates hold for the whole run only if verdicts are drawn, not chosen. Labels stay in this browser until exported."),
     el("div.bar", {},
       el("label", {}, "Your name ", el("input", { id: "label-by", size: 14, value: labels.by, onchange: (event) => { labels.by = event.target.value.trim(); storeLabels(); } })),
       el("button", { type: "button", id: "label-draw", onclick: drawOne }, "Draw a verdict to label"),

@@ -25,7 +25,7 @@ async function open(place) {
 
 // ---- elements
 
-// Characters that change the direction of what follows, beyond their own text even, are spelled out.
+// Characters that change the writing direction, also of the text that follows, are shown as code points.
 const DIRECTION = /[\u202a-\u202e\u2066-\u2069]/g;
 const visible = (text) => text.replace(DIRECTION, (c) => `⟨U+${c.charCodeAt(0).toString(16).toUpperCase()}⟩`);
 const SHOWN = ["title", "aria-label"];
@@ -53,12 +53,12 @@ const fixed = (value, digits = 2) => (value === null || value === undefined ? "�
 const percent = (value) => (value === null || value === undefined ? "–" : Math.round(value * 100) + "%");
 const words = (name) => (name || "").replaceAll("_", " ");
 const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
-// An advantage that is written as 0.00 is neither: a mean in floating point misses by 1e-17.
+// An advantage that is shown as 0.00 counts as zero: rounding may leave 1e-17.
 const sign = (value) => (value === null || value === undefined || Math.abs(value) < 0.005 ? "zero" : value > 0 ? "plus" : "minus");
-// Of a measured rollout: whether its task is solved or, for want of an evaluator, the share of the judge's verdicts that pass.
+// Outcome of an evaluated rollout: whether its task is solved or, without an evaluator, the share of the judge's verdicts that pass.
 const outcomeKind = (success) => (success === null || success === undefined ? "zero" : Number(success) >= 0.5 ? "plus" : "minus");
 const outcomeWord = (success, yes, no) => (success === null || success === undefined ? "–" : typeof success === "number" ? percent(success) : success ? yes : no);
-// A measurement has a name, a training step its number.
+// A measurement is identified by its name, a training step by its number.
 const keyOf = (group) => (group.key === undefined ? String(group.step) : group.key);
 const whereOf = (group) => (group.key === undefined ? `step ${group.step}` : group.key);
 const address = (group) => `${encodeURIComponent(keyOf(group))}/${encodeURIComponent(group.task)}`;
@@ -73,7 +73,7 @@ function folded(summary, text, options = {}) {
     options.link ? el("a.linkto", { href: options.link }, "Link to this message") : null);
 }
 
-// Long ones scroll, so they can be reached by keyboard.
+// Long texts scroll, so they must be reachable by keyboard.
 const block = (...children) => el("pre", { tabindex: "0" }, ...children);
 
 function copied(node, text) {
@@ -104,7 +104,7 @@ function colored(code) {
   return [...parts, code.slice(done)];
 }
 
-// Steps that a text names, as links to them; `here` makes an address of a part of the rollout.
+// Link the steps that a text names; `here` makes the address of a part of the rollout.
 function withSteps(text, rollout, here) {
   const parts = [];
   let done = 0;
@@ -136,7 +136,7 @@ function callCard(call, text, link, number) {
   const paid = call.requests === 0 ? "replayed from the cache" : `${call.dollars ? "$" + call.dollars.toFixed(4) : "no price"} · ${plural(call.requests, "request")}`;
   const head = el("summary", {}, el("b", {}, call.phase), ` ${call.model} `, el("span.muted", {}, `${tokens} · ${paid} · ${fixed(call.seconds)} s · ${call.finish_reason}`), call.error ? el("span.bad", {}, " " + call.error) : null);
   const card = el("details.call", { id: "call" + number }, head);
-  // The texts are the bulk of a page: they are put in when asked for.
+  // The texts are the bulk of a page: they are inserted when the call is opened.
   card.addEventListener("toggle", () => {
     if (card.open && card.children.length === 1) {
       card.append(el("h3", {}, "Prompt"), copied(block(text(call.prompt)), text(call.prompt)), el("h3", {}, "Reply"), copied(block(colored(text(call.reply))), text(call.reply)), el("p", {}, el("a", { href: link }, "Link to this call"), el("span.muted", {}, " " + call.id)));
@@ -215,7 +215,7 @@ function passes(group, wanted) {
   return !wanted || [group.task, group.asked, ...group.titles].some((text) => text.toLocaleLowerCase().includes(wanted));
 }
 
-// A rollout as a chip: its advantage, or what a measurement says of it.
+// A rollout as a chip: its advantage, or its outcome in a measurement.
 function chip(group, [rollout, ended, reward, advantage, , , success], extra = "") {
   const trained = success === undefined;
   const said = trained ? `R ${signed(reward)}, A ${signed(advantage)}` : success === null ? "no result" : typeof success === "number" ? `${percent(success)} of the judge's verdicts pass` : outcomeWord(success, "solved", "not solved");
@@ -234,17 +234,17 @@ function groupRow(group) {
 
 const MARKS = "✓ pass, ✗ fail, – not applicable, · no verdict.";
 const WORDS = [
-  ["R", "the reward: of the criteria that count and apply to the rollout, the share passed less the share failed."],
-  ["A", "the advantage: R less the group's mean, in standard deviations. Above 0 a rollout is reinforced, below it is pushed away."],
-  ["credit", "active: verdicts that differ make some steps weigh more than others. inert: the verdicts that cite its steps agree, so every step weighs the same. Anything else says why there was none."],
+  ["R", "the reward: of the criteria that count and apply to the rollout, the share passed minus the share failed."],
+  ["A", "the advantage: R minus the group's mean, in standard deviations. Above 0 a rollout is reinforced, below it is pushed away."],
+  ["credit", "active: verdicts that differ make some steps weigh more than others. inert: the verdicts that cite its steps agree, so every step weighs the same. Any other word is the reason why there is no step credit."],
 ];
 const STEP_WORDS = [
-  ["Q", "of a step: the share that passes of the verdicts that cite it."],
-  ["a", "of a step: the advantage of each of its tokens, A shared out by Q."],
-  ["push", "of a step: |a| times its tokens, as a share of the rollout's. It is how much of the update lands there."],
+  ["Q", "of a step: the share of passes among the verdicts that cite it."],
+  ["a", "of a step: the advantage of each of its tokens, A distributed by Q."],
+  ["push", "of a step: |a| times its tokens, as a share of the rollout's total. It is how much of the update falls on the step."],
 ];
 
-// A table of verdicts: each rollout's column is wide enough for its mark, however many there are.
+// A table of verdicts: each rollout's column is wide enough for its mark, however many columns there are.
 function matrix(id, columns, ...children) {
   const table = el("table.matrix", { id }, ...children);
   table.style.minWidth = 110 + 36 * columns + "px";
@@ -287,22 +287,22 @@ async function groupView(place) {
     data.state.reason ? el("p.bad", {}, data.state.reason) : null,
     ...missing(data.state).map((said) => el("p.bad", {}, said)),
     promptFolds(data, text, (part) => `${groupLink(group)}/${part}`),
-    el("section.card", {}, el("h2", {}, group.split && !judged ? "Rollouts" : "Verdicts"), judged ? el("p.muted", {}, `By criteria that depend on no policy. ${MARKS} A verdict leads to its evidence.`) : group.split ? null : el("p.muted", {}, `${MARKS} Struck through: dropped, because no member failed it. A verdict leads to its steps.`),
+    el("section.card", {}, el("h2", {}, group.split && !judged ? "Rollouts" : "Verdicts"), judged ? el("p.muted", {}, `On criteria that do not depend on the policy. ${MARKS} Click a verdict to see its evidence.`) : group.split ? null : el("p.muted", {}, `${MARKS} Struck through: dropped, because no rollout failed it. Click a verdict to see its steps.`),
       group.split ? null : el("details.fold", {}, el("summary", {}, "What R, A and credit are"), WORDS.map(([name, text]) => el("p", {}, el("b", {}, name), " " + text))),
       el("div.scroll", {}, matrix("matrix", rollouts.length, head, el("tbody", {}, rows)))),
     proposals, callList(data.calls, text, groupLink(group))];
 }
 
-// What a group lacks that a reader would look for among its rollouts.
+// Messages about results that are missing in a group.
 function missing(state) {
   return [
-    state.lost && `${plural(state.lost, "rollout")} lost: the environment failed until the retries were spent, and nothing of it is kept.`,
-    state.unscored && `${plural(state.unscored, "rollout")} unscored: no usable reply of the judge, and no part of the update.`,
-    state.credit_failures && `${plural(state.credit_failures, "rollout")} without step credit: the credit call failed, and the advantage is the same on every step.`,
+    state.lost && `${plural(state.lost, "rollout")} lost: the environment failed in every attempt, and no data is kept.`,
+    state.unscored && `${plural(state.unscored, "rollout")} unscored and left out of the update: the judge gave no usable reply.`,
+    state.credit_failures && `${plural(state.credit_failures, "rollout")} without step credit: the credit call failed, so the advantage is the same on every step.`,
   ].filter(Boolean);
 }
 
-// A group with its texts in place of the numbers of their lines.
+// A group for export: line numbers are replaced by the texts.
 function whole(group, data) {
   const text = reader(data);
   const written = (entry, names) => ({ ...entry, ...Object.fromEntries(names.filter((name) => entry[name] !== null).map((name) => [name, text(entry[name])])) });
@@ -333,7 +333,7 @@ async function rolloutView(place, number, rest) {
   if (!rollout) return [el("p", {}, "No such rollout.")];
   const here = (part) => rolloutLink(group, number, part);
   const share = rollout.share;
-  // By place, not by number: one that was lost leaves a gap.
+  // By position, not by number: a lost rollout leaves a gap in the numbers.
   const mine = data.rollouts.indexOf(rollout);
   const others = el("span.chips", {}, data.rollouts.map((one, at) => el("a.chip." + (one.outcome === undefined ? sign(one.share && one.share.advantage) : outcomeKind(one.outcome && one.outcome.success)) + (one === rollout ? ".here" : ""), { href: rolloutLink(group, one.rollout), "aria-label": "rollout " + one.rollout, "aria-current": one === rollout ? "page" : null, rel: at === mine + 1 ? "next" : at === mine - 1 ? "prev" : null }, one.rollout)));
   const turns = el("div.turns", {}, rollout.turns.map((turn, order) => turnCard(turn, order, text, here, share)));
@@ -386,7 +386,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
   if (!gap && share) {
     const bar = el("i." + barKind(turn));
     bar.style.width = Math.round((turn.push || 0) * 100) + "%";
-    head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
+    head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share of passes among the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
     if (!turn.cited) head.append(el("span.tag", {}, "not cited"));
   }
   head.append(el("span.spring"), el("span.muted", {}, plural(turn.tokens, "token") + (index.of_traces ? "" : ` · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`)));
@@ -399,7 +399,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
 }
 
-// The sampled tokens, darker where the policy was less sure; they are put in when asked for.
+// The sampled tokens, highlighted more where the policy was less sure; they are inserted when opened.
 function tokenFold(turn) {
   const fold = el("details.fold.tokens", {}, el("summary", {}, "Sampled tokens"));
   fold.addEventListener("toggle", () => {
@@ -443,7 +443,7 @@ function choose(at, group, data, number, scroll) {
   for (const node of cited) node.classList.add("lit", verdict ? KIND[verdict[0]] : "na");
   why.replaceChildren(el("section.why", {}, el("h3", {}, criterion.title), el("p", {}, criterion.description),
     verdict ? [el("h4", {}, "Verdict: " + WORD[verdict[0]]), el("p", {}, withSteps(verdict[2], rollout, here)), el("h4", {}, "Evidence"), el("p", {}, verdict[1] ? withSteps(verdict[1], rollout, here) : "–")] : el("p", {}, "Not scored."),
-    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? withSteps((credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", "), rollout, here) : "none cited"), el("p", {}, withSteps(credit.explanation, rollout, here))] : group.split ? null : el("p.muted", {}, "The credit call said nothing about it."),
+    credit ? [el("h4", {}, "Steps responsible"), el("p", {}, credit.steps.length ? withSteps((credit.steps.length > 1 ? "steps " : "step ") + credit.steps.join(", "), rollout, here) : "none cited"), el("p", {}, withSteps(credit.explanation, rollout, here))] : group.split ? null : el("p.muted", {}, "The credit call did not mention it."),
     verdict && !group.split ? labelForm(group, data, rollout, at) : null,
     criterion.evaluator_instruction ? el("details", {}, el("summary", {}, "How it is to be judged"), el("p", {}, criterion.evaluator_instruction)) : null));
   const card = cited.find((node) => node.classList.contains("turn"));

@@ -65,14 +65,14 @@ async function start() {
   query.disabled = false;
   document.getElementById("search").addEventListener("submit", (event) => {
     event.preventDefault();
-    // Half of a character, of a careless paste, cannot be part of an address.
+    // Half of a surrogate pair, e.g. pasted, cannot be part of an address.
     const wanted = query.value.trim().replace(/\p{Cs}/gu, "\ufffd");
     if (wanted) location.hash = foundLink(wanted, "", "");
   });
   const timeline = document.getElementById("timeline-step");
   if (timeline) timeline.addEventListener("change", () => showTimeline(timeline.value));
   window.addEventListener("hashchange", route);
-  // Before the first step there is only what was measured.
+  // Before the first step there are only evaluated rollouts.
   if (!index.groups.some((group) => !group.split)) filters.of = "evaluated";
   await route();
 }

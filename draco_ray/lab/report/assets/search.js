@@ -15,7 +15,7 @@ function foundHead(query, role, scope) {
 const inScope = (group, scope) => !scope || (scope === "trained" ? !group.split : scope === "evaluated" ? Boolean(group.split) : scope.startsWith("at ") ? keyOf(group) === scope.slice(3) : group.task === scope.slice(5));
 
 async function foundView(query, role, scope, mine) {
-  // On the text itself: a lower-case letter can be longer than its capital, and places would shift.
+  // Match the text itself, not a lower-case copy: a letter may be longer in lower case, which shifts positions.
   const wanted = new RegExp(query.replace(/[\\^$.*+?()[\]{}|\/]/g, "\\$&"), "iu");
   const list = el("ul.hits"), state = el("p.muted", { id: "found-state", role: "status" });
   document.getElementById("found").replaceChildren(...foundHead(query, role, scope), state, list);
@@ -42,13 +42,13 @@ async function foundView(query, role, scope, mine) {
         const said = new Set(rollout.turns.flatMap((turn) => [turn.before, turn.action, turn.after, turn.observation].flatMap((part) => part || [])));
         rollout.turns.forEach((turn, at) => {
           const link = rolloutLink(group, rollout.rollout, "t" + (at + 1)), where = `rollout ${rollout.rollout}, turn ${at + 1}`;
-          // What others say in an agent's conversation stands in turns of their own.
+          // Messages of others in an agent's conversation are turns of their own.
           note(turn.role === "assistant" ? "agent" : "environment", link, turn.role === "assistant" ? where : `${where}, ${turn.role}`, [turn.before, turn.action, turn.after].flatMap((part) => part || []));
           note("environment", link, `${where}, output`, turn.observation);
         });
         rollout.calls.forEach((call, at) => {
           const link = rolloutLink(group, rollout.rollout, `call${at + 1}`);
-          // A prompt repeats the trajectory: what is in that was found there.
+          // A prompt repeats the trajectory: skip lines that were found there already.
           note("prompt", link, `rollout ${rollout.rollout}, ${call.phase} prompt`, (call.prompt || []).filter((number) => !said.has(number)));
           note("reply", link, `rollout ${rollout.rollout}, ${call.phase} reply`, call.reply);
         });
@@ -56,7 +56,7 @@ async function foundView(query, role, scope, mine) {
     }
     if (place % 20 === 0) state.textContent = `${hits} found, ${place + 1} of ${index.groups.length} groups searched`;
   }
-  state.textContent = hits >= MOST_HITS ? `The first ${MOST_HITS}; search for something rarer.` : `${plural(hits, "message")} found.`;
+  state.textContent = hits >= MOST_HITS ? `The first ${MOST_HITS} messages; search for something rarer.` : `${plural(hits, "message")} found.`;
 }
 
 function snippet(line, wanted) {

@@ -1,4 +1,4 @@
-// ---- tables of judged traces: sorted by a click on a head, filtered by a text
+// ---- tables of judged traces: sorted by clicking a column head, filtered by text
 
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
