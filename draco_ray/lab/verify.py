@@ -81,7 +81,7 @@ SHOWN = 80
 
 
 class _NotAsked(DracoError):
-    """The judge would be asked something that the run did not ask."""
+    """Recomputing makes a judge call that the run did not make."""
 
 
 def verify(directory: Path, *, model: Path | None, trust: bool, console: Console) -> None:
@@ -210,7 +210,7 @@ class _Step:
             DamagedRun: a result differs from the record; names the first difference.
         """
         if strange := sorted(self._recorded["groups"].keys() ^ set(tasks)):
-            raise self._differs(f"task {strange[0]}: tasks.json and the seed lead to other tasks")
+            raise self._differs(f"task {strange[0]}: tasks.json and the seed give other tasks than recorded")
         found = [await self._group(index, task_id) for index, task_id in enumerate(tasks)]
         groups = [group for group, _ in found]
         made = step_metrics(self._step, groups, self._config.algorithm.group_size)
@@ -282,7 +282,7 @@ def _sorted(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
 
 
 def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
-    """Whether two values are equal. Unless ``exact``, floats may differ in the last digits, as processors do."""
+    """Whether two values are equal. Unless ``exact``, floats may differ in the last digits, as between processors."""
     if isinstance(old, float) and new is None:
         return not math.isfinite(old)
     if isinstance(old, float) and isinstance(new, float) and not exact:

@@ -150,7 +150,7 @@ def test_what_never_applies_or_was_never_scored_has_rates_of_zero() -> None:
 
 
 def test_a_rollout_with_other_criteria_is_refused() -> None:
-    with pytest.raises(ValueError, match="each of the 1 criteria"):
+    with pytest.raises(ValueError, match=r"exactly one verdict per criterion \(1\)"):
         one({"t_1": [[PASS, FAIL]]})
 
 

@@ -5,9 +5,9 @@
     <evaluation>/appworld/data/            links into the data root, and datasets/evaluated.txt: this evaluation's tasks
     <evaluation>/appworld/experiments/outputs/<measurement>-run<n>/tasks/<task>/{dbs,logs,...}
 
-A lost rollout is written as an unchanged world, which fails AppWorld's tests, so that its rates cover the same tasks as
-ours. AppWorld's own command executes the SQL of saved worlds with the user's rights; `reevaluate` checks the statements
-and runs the tests in the jail, so it is safe for evaluation directories of unknown origin.
+A lost rollout is written as an unchanged world, which fails AppWorld's tests, so that AppWorld's rates cover the same
+tasks as ours. AppWorld's own command executes the SQL of saved worlds with the user's rights; `reevaluate` checks the
+statements and runs the tests in the jail, so it is safe for evaluation directories of unknown origin.
 """
 
 from __future__ import annotations

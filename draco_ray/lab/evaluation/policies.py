@@ -140,7 +140,7 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolic
 
 
 def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
-    """The untrained policy and every ``every``-th training step's checkpoint of a run, the last one included.
+    """The untrained policy, a run's checkpoints after every ``every``-th training step, and its last checkpoint.
 
     Raises:
         ConfigError: the run has no checkpoint.
@@ -161,7 +161,7 @@ def checkpoints(run: RunDirectory) -> list[Checkpoint]:
 
 
 def step_of(measurement: str) -> int | None:
-    """The training step that a checkpoint's name tells; None for any other name."""
+    """The training step in a checkpoint's name (``step00090``); None for any other name."""
     match = re.fullmatch(r"step(\d+)", measurement)
     return int(match[1]) if match else None
 

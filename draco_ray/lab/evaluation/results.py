@@ -307,7 +307,7 @@ class EvaluationDirectory:
         """Measurement -> every rollout of the plan.
 
         Raises:
-            ConfigError: rollouts are missing; rates over a part would cover other tasks.
+            ConfigError: rollouts are missing, so rates would cover only a part of the tasks.
         """
         if (finished := self.finished()) < self.total:
             raise ConfigError(

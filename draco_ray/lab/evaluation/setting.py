@@ -1,9 +1,9 @@
 """One setting on one split, as the paper's tables report it: rates, their spread, turns, terminations and costs.
 
 Protocol (Section "Evaluation"): the mean over the measurements (the last three epoch checkpoints), with the sample
-standard deviation (n - 1) across them. For a policy with one measurement, the spread is across independent runs, for
-values that a single run has: p^1 and turns. Several training seeds of a setting are averaged, with the
-standard deviation across seeds. Intervals are over scenarios, and over seeds if there are several
+standard deviation (n - 1) across them. For a policy with one measurement, the spread is across independent runs, and
+only for p^1 and turns, which a single run has. Several training seeds of a setting are averaged, with the standard
+deviation across seeds. Intervals are over scenarios, and over seeds if there are several
 (`draco_ray.lab.evaluation.measures`).
 """
 

@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """One learner worker: resident items, plus those of the largest of three successive moments."""
+    """Memory of one learner worker: resident items, and further ones at three successive moments."""
 
     resident: tuple[Item, ...]
     forward: tuple[Item, ...]
@@ -76,7 +76,7 @@ class LearnerMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineMemory:
-    """One GPU of an engine."""
+    """Memory of one GPU of an engine."""
 
     items: tuple[Item, ...]
     """Memory by kind, without the KV cache."""
@@ -196,7 +196,7 @@ def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
 
 
 def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
-    """Numbers per token that a layer's mixer exchanges: projections, sent to their heads' workers, and outputs."""
+    """Numbers per token that a layer's mixer exchanges: projections, which go to their heads' workers, and outputs."""
     if (delta := _delta_net(shape, layer)) is None:
         return 2 * shape.queries + 2 * shape.keys
     return delta.channels + 2 * delta.values + 2 * delta.value_heads
@@ -209,8 +209,8 @@ def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
     """
     if layer.kind == "other":
         raise ConfigError(
-            f"the model has layers other than softmax attention, the same in each, and gated delta nets (linear layers "
-            f"{', '.join(linear.name for linear in layer.linears)}): how much memory they take is not known"
+            f"the model has layers other than softmax attention of one shape and gated delta nets (linear layers "
+            f"{', '.join(linear.name for linear in layer.linears)}): their memory is not known"
         )
     return shape.delta if layer.kind == "linear_attention" else None
 
@@ -335,7 +335,7 @@ def chunk_bytes(config: DracoConfig) -> int:
 
 
 def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> EngineMemory:
-    """One GPU of an engine, or the one process of a CPU engine.
+    """Memory of one GPU of an engine, or of the one process of a CPU engine.
 
     Args:
         gpu: memory of the GPU, bytes.
@@ -415,7 +415,7 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     if shape.query_norm:
         kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
     if shape.gated:
-        # The gate and its operand; the queries' norm reads them in place, beside the gate.
+        # The gate and its operand; the queries' norm reads the queries in place, beside the gate.
         kept += 3 * width * queries
     return kept
 
@@ -434,7 +434,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
 
 
 def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
-    """The same for flash-linear-attention's kernels, which recompute values within a chunk."""
+    """`_delta_bytes` for flash-linear-attention's kernels, which recompute values within a chunk."""
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
     # The input of the convolution.
     convolution = width * delta.channels

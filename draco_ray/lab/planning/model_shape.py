@@ -313,8 +313,8 @@ def _decoder_layers(model: Any) -> tuple[str, Any]:
 def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]:
     """The linear layers below a module, without experts and router.
 
-    Layers of one parent whose input is as wide as the hidden states read the parent's input. If all do, the last square
-    layer writes the parent's output instead; which one of several square layers does not matter.
+    Of one parent's layers, those whose input is as wide as the hidden states are taken to read the parent's input, the
+    others to write its output. If none is left, the last square layer counts as the writer; any other would do.
     """
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, inputs, outputs in linear_layers(module, mixture=mixture):

@@ -32,7 +32,7 @@ class Assumptions(Tree):
     length_share: float = Field(0.5, gt=0, le=1)
     """Mean trajectory length, of prompt and response together, as a share of the longest allowed."""
     sampled_share: float = Field(0.5, gt=0, le=1)
-    """Sampled tokens among those of a trajectory; the others are prompt and tool output."""
+    """Share of a trajectory's tokens that are sampled; the others are prompt and tool output."""
     reserved_gib: float = Field(2.0, ge=0)
     """GiB of each GPU for the CUDA context, libraries, graphs and fragmentation."""
 

@@ -51,7 +51,7 @@ from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
 
 PROPOSING, MEASURING = 0, 1
-"""Training steps as which the two halves of the job are archived."""
+"""Training-step numbers under which the two halves of the job are archived."""
 
 
 TABLE_WIDTH = 120

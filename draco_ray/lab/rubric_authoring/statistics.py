@@ -58,7 +58,7 @@ def measure(
     """
     scored = [verdicts_GK for verdicts_GK in verdicts.values() if verdicts_GK]
     if any(len(verdicts_K) != len(rubric) for verdicts_GK in scored for verdicts_K in verdicts_GK):
-        raise ValueError(f"a rollout has not one verdict for each of the {len(rubric)} criteria")
+        raise ValueError(f"a rollout does not have exactly one verdict per criterion ({len(rubric)})")
     measured = []
     for index, criterion in enumerate(rubric):
         columns = [[verdicts_K[index] for verdicts_K in verdicts_GK] for verdicts_GK in scored]

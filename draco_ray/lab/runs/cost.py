@@ -28,10 +28,10 @@ def read_calls(run: RunDirectory) -> dict[int, list[Row]]:
 Cost = dict[str, float]
 """Sums over the calls of one phase, by the names in `COLUMNS`, ``requests`` and ``estimated_dollars``.
 
-``calls`` reached the judge, including re-asks; ``replayed`` replies came from the durable cache and count otherwise
-only in ``failures``. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an unusable reply.
-Input tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the dollars for replies
-without token counts. ``seconds`` sums the calls' durations, including overlaps.
+``calls`` reached the judge, including re-asks; ``replayed`` calls were answered from the durable cache and count in no
+other sum except ``failures``. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an
+unusable reply. Input tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the
+dollars for replies without token counts. ``seconds`` sums the calls' durations, including overlaps.
 """
 COLUMNS = {
     "calls": ("calls", 8, ""),
@@ -49,7 +49,7 @@ _OF_A_CALL = (
     *("requests", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"),
     *("dollars", "estimated_dollars", "seconds"),
 )
-"""Sums of a column of ``judge_calls``."""
+"""Columns of ``judge_calls`` that are summed."""
 
 
 def total_cost(calls: Sequence[Row]) -> Cost:

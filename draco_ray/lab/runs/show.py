@@ -36,7 +36,7 @@ COLUMNS = {
 }
 """Metrics shown, by their names in metrics.jsonl."""
 OF_TRACES = ("step", "reward", "groups_with_signal", "judge_dollars", "seconds")
-"""Those of judged traces. Their ``pass_rate`` is over the verdicts of a step, which is no pass share."""
+"""Metrics shown for judged traces; without ``pass_rate``, which is over the verdicts of a step, unlike a pass share."""
 
 
 def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
@@ -64,7 +64,7 @@ def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
         console.print(f"{run.path.name}: setting {setting}, model {model}, seed {seed}")
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        # A word a line, so that the table fits into 80 columns.
+        # One word per line, so that the table fits into 80 columns.
         table.add_column(column.replace("_", "\n"), justify="right")
     for line in metrics:
         try:

@@ -115,7 +115,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Numbers of resources."""
+    """Resources and scheduling of a run."""
 
     slots: int
     engines: int = 1

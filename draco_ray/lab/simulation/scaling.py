@@ -105,7 +105,7 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
 
 
 def _drawn(run: RecordedRun, setting: Setting, rollouts: int, seed: int) -> tuple[list[Group], int]:
-    """Groups of a step, and the number of groups per update: the recorded number of updates, with more groups each."""
+    """Groups drawn for a step, and the number of groups per update that keeps the recorded number of updates."""
     pool = [group for step in run.steps for group in step.groups]
     count = math.ceil(rollouts / setting.group_size)
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
@@ -151,7 +151,7 @@ def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int
     """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
     (groups, minibatch), ahead = _drawn(run, setting, rollouts, seed), setting.staleness
     steps = [groups] * (2 * ahead + 4)
-    # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
+    # Leave out the first steps, for which no work was done ahead, and the last ones, which no later step overlaps.
     played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
     return 3600 * len(groups) * setting.group_size / statistics.fmean(step.seconds for step in played)
 

@@ -39,7 +39,7 @@ def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
 def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
     """Fit the slowdown per further sequence, and the seconds per turn, per sampled token and per token read.
 
-    A turn's seconds are modelled as a linear function of its tokens, times 1 + slowdown x mean number of others.
+    A turn's seconds are modelled as a linear function of its tokens, times 1 + slowdown x mean number of other turns.
     """
     by_engine: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for rollout in rollouts:

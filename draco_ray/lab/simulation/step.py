@@ -208,7 +208,7 @@ class Simulation:
             if step not in begun:
                 await asyncio.sleep(self._speeds.head)
                 begun[step] = begin(step)
-            if step:  # not beside the first step, whose canary wants quiet engines
+            if step:  # not during the first step, whose canary needs idle engines
                 for ahead in range(step + 1, min(step + self._setting.staleness + 1, len(steps))):
                     begun[ahead] = begun.get(ahead) or begin(ahead)
             last = await self._update(begun.pop(step), self._setting.minibatch or len(groups))
@@ -218,7 +218,7 @@ class Simulation:
         return played
 
     async def _group(self, rank: int, group: Group) -> tuple[Group, Work]:
-        """A group's rollouts and recorded judge phases; returns the group and its last work."""
+        """Simulate a group's rollouts and recorded judge phases; returns the group and its last work."""
 
         def ask(kind: str, number: int | None, *after: Work) -> Awaitable[Work]:
             return self._ask(kind, group.phases[kind, number], _last(after))
@@ -284,7 +284,7 @@ class Simulation:
         return Work(ready, now(), parts | {kind: phase.seconds}, after)
 
     async def _update(self, groups: Sequence[Awaitable[Any]], minibatch: int) -> Work:
-        """The learner's work of a step; returns its last update."""
+        """Simulate the learner's work of a step; returns its last update."""
         speeds, handover = self._speeds, self._speeds.handover.get("learning", 0.0)
 
         async def learn(seconds: float, after: Work | None, handover: float = 0.0) -> Work:
