@@ -110,6 +110,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not; without those that need Ray where it is missing, as ``help`` imports all."""
+    """The public names, imported or not. Without Ray those that need it are left out, since ``help`` imports all."""
     missing = {"resume", "train"} if find_spec("ray") is None else set()
     return sorted({*globals(), *__all__} - missing)

@@ -6,7 +6,7 @@
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
     │   ├── WorldBroken      a rollout's own code broke its server (the rollout has failed; it is not retried)
-    │   └── IsolationUnavailable  the host cannot confine model-written code as asked (the run stops)
+    │   └── IsolationUnavailable  the host cannot confine model-written code as configured (the run stops)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses requests (the run stops, resumable)
     │   └── BudgetSpent      the judging budget is spent (the run stops, resumable)
     ├── RubricError          no criterion is left when a static rubric is authored
@@ -16,8 +16,8 @@
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
-    ├── TraceError           nothing in the files given is a trace that can be read
-    ├── DamagedRun           a file of a run directory that is not as a run writes it; the message names it
+    ├── TraceError           none of the given files has a trace that can be read
+    ├── DamagedRun           a file of a run directory that is damaged or was changed; the message names it
     ├── RunStopped           a run that learns nothing, or a step that never ends (resumable)
     ├── TooManyLost          an evaluation that lost more rollouts than it may (resumable)
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
@@ -49,7 +49,7 @@ class WorldError(DracoError):
 
 
 class EnvironmentCrashed(DracoError):
-    """The AppWorld server of a slot died, hung or answered something that is not its protocol."""
+    """The AppWorld server of a slot died, hung or broke its protocol."""
 
 
 class WorldBroken(EnvironmentCrashed):
@@ -117,7 +117,7 @@ class TooManyLost(DracoError):
 
 
 class CanaryFailed(DracoError):
-    """After a weight sync the engine does not sample from what the learner trained."""
+    """After a weight sync the engine does not sample from the weights that the learner trained."""
 
 
 class TauBenchError(DracoError):
@@ -125,7 +125,7 @@ class TauBenchError(DracoError):
 
 
 def first_line(error: object) -> str:
-    """First non-empty line of an error's message, or its type; for an error wrapped by Ray, of the cause's message."""
+    """First non-empty line of an error's message, or of its cause's if Ray wrapped it; the type if it is empty."""
     text = str(getattr(error, "cause", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 

@@ -10,8 +10,8 @@ Arrows pass object references: a trajectory is written once, and readers map tha
 it ends, while others are still generating; a group's gradients are accumulated as soon as its advantages exist.
 
 ``algorithm.merge_proposals`` merges a group's stage2 calls into one, ``merge_verdicts`` a rollout's score and credit.
-With ``rubric_visits`` a task's rubric is carried over to its next visits: proposals extend it in that many visits, and
-after them it no longer changes.
+With ``rubric_visits`` a task's rubric is carried over to its next visits: proposals extend it during that many visits,
+after which it no longer changes.
 
 The parts, in this order: `draco_ray.rollout.worker` and `draco_ray.rollout.turn_agent` play a rollout;
 `draco_ray.judging.judge` asks the questions of `draco_ray.judging.phases`; `draco_ray.algorithm.computer` applies
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from draco_ray.rollout.pool import RolloutPool
 
 MOST_GROUPS = 1_000_000
-"""Number of priority values per step: every group of a step comes before those of the next step."""
+"""Number of priority values per step, so that every group of a step comes before those of the next step."""
 
 
 Wait = Callable[[str, str], AbstractContextManager[None]]
@@ -62,15 +62,15 @@ class Group:
     task_id: str
     prompt: tuple[Message, ...]
     members: str = "rollouts"
-    """What messages call its rollouts."""
+    """Word for its rollouts in messages."""
     reason: str | None = None
-    """Why the group was dropped from the update; None: it was not."""
+    """Why the group was dropped from the update; None if it was not."""
     rollouts: list[RolloutSummary] = field(default_factory=list)
     phases: list[PhaseSummary] = field(default_factory=list)
     reward: RewardSummary | None = None
     advantage: AdvantageSummary | None = None
     held_out: asyncio.Task[HeldOutScores | None] | None = None
-    """Runs beside the group; nothing of the group waits for it."""
+    """Scoring by the held-out judge; runs concurrently, and the group does not wait for it."""
 
     @property
     def name(self) -> str:
@@ -97,11 +97,11 @@ class Pipeline:
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
     least: int = 2
-    """Fewest rollouts with which a group counts."""
+    """Minimum number of rollouts; a group with fewer is dropped."""
     watch: Callable[[Group], None] = lambda group: None
     """Called at every change of a group."""
     wait: Wait = lambda kind, which: nullcontext()
-    """A context manager, entered with a kind and a name while waiting."""
+    """Takes the kind and the name of what is waited for; returns a context manager that is entered for the wait."""
 
     def __post_init__(self) -> None:
         self._cites = find_rule(self.config.rule, self.config.reliability).cites
@@ -120,7 +120,7 @@ class Pipeline:
         existing = self._existing(group)
         if not isinstance(existing, asyncio.Task):
             return await self._played(group, existing)
-        # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
+        # If a rollout fails first, retrieve stage1's error, which asyncio would otherwise log.
         existing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             return await self._played(group, existing)
@@ -292,7 +292,7 @@ class Pipeline:
         self, group: Group, reward: RewardSummary, member: FinishedRollout, rubric: Reference, score: Judgement
     ) -> Judgement | None:
         if not score.ok:
-            return score  # There are no verdicts to attribute; the rollout is not in the statistics.
+            return score  # There are no verdicts to attribute; the rollout is left out of the statistics.
         if self.config.skip_inert_credit_calls and member.rollout in reward.unanimous:
             return None
         asked = reward.surviving if self.config.credit_surviving_only else None

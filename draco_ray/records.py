@@ -66,7 +66,7 @@ class Termination(StrEnum):
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes to list in a table of these rollouts; words of one kind of agent only if one of them occurs."""
+        """The modes to list in a table of these rollouts; modes of one kind of agent only if one of them occurs."""
         occur = set(used)
         kinds = ({cls.SUBMITTED, cls.GAVE_UP}, {cls.FINISHED})
         return [mode for mode in cls if all(mode not in kind or kind & occur for kind in kinds)]
@@ -119,8 +119,8 @@ class Turn:
     """The observation as shown to the policy, already truncated; None if there was no action."""
     first_token: int = 0
     last_token: int = 0
-    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``; of
-    a trace's turn only the length of the span is known, or nothing."""
+    """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``; in
+    an imported trace at most the length of the span is known."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"

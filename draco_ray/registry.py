@@ -60,7 +60,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
 
 
 def installed(key: str) -> dict[str, str]:
-    """Names that installed packages register for a key -> paths; of equal names the first on the import path counts."""
+    """Names that installed packages register for a key -> paths; of equal names the first on the import path wins."""
     return {each.name: f"{each.module}:{each.attr}" for each in reversed(entry_points(group=f"draco_ray.{key}"))}
 
 

@@ -51,7 +51,7 @@ class PhaseSummary:
     ended_at: float
     passed: int = 0
     applicable: int = 0
-    """Number of verdicts that passed, and of those that apply, of a scored rollout."""
+    """For a scored rollout: number of verdicts that passed, and of applicable verdicts."""
     prompt_cut: bool = False
     """Whether the prompt was truncated."""
 
@@ -64,7 +64,7 @@ class RewardSummary:
     surviving: tuple[int, ...]
     """Indices of the criteria that some rollout failed."""
     unanimous: tuple[int, ...]
-    """Rollouts whose surviving verdicts are unanimous or not applicable."""
+    """Rollouts whose applicable verdicts on surviving criteria are all equal, or that have none."""
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]

@@ -93,7 +93,7 @@ def remove_abandoned(place: Path) -> None:
 def lock_shared(directory: Path) -> int:
     """Take a shared lock: the directory is not abandoned until the descriptor is closed or this process ends."""
     descriptor = _opened(directory)
-    with contextlib.suppress(OSError):  # Without file locks, no process removes anything either.
+    with contextlib.suppress(OSError):  # Without file locks, `remove_abandoned` removes nothing.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 

@@ -41,7 +41,7 @@ def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) ->
     """The trackers of ``run.trackers``, by name.
 
     Args:
-        names: of ``tensorboard``, ``wandb``, ``mlflow``.
+        names: any of ``tensorboard``, ``wandb``, ``mlflow``.
         run: the run directory; its name is the tracked run's name.
         config: the resolved configuration, shown with the curves.
     Raises:

@@ -1,4 +1,4 @@
-"""The agent of ``environment.use: verifiers``: verifiers plays with its own harness and asks the endpoint."""
+"""The agent of ``environment.use: verifiers``: verifiers plays with its own harness, which calls the endpoint."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ class VerifiersAgent:
         )
         if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
             return trajectory
-        # The traces have nothing to judge or to learn from.
+        # There is nothing to judge or to learn from.
         lost = f"verifiers: the traces contain none of the policy's {episode.turns} turns"
         return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 
 
 def _others(traces: Sequence[Mapping[str, Any]], trained: set[str]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """What was said in the traces that are not ``trained``: a time of the monotonic clock, and a chat message."""
+    """Messages of the traces that are not ``trained``: a time of the monotonic clock, and the chat message."""
     clock = time.time() - time.monotonic()
     for trace in traces:
         # The role "assistant" is the policy's.

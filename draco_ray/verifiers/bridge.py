@@ -1,10 +1,10 @@
 """Bridge between this package and verifiers; run as a file by the Python of verifiers' virtual environment.
 
     python bridge.py tasks            # list the tasks
-    python bridge.py serve FOLDER     # play episodes, each ordered on a connection of its own to FOLDER/episodes
+    python bridge.py serve FOLDER     # play episodes, one per connection to the socket FOLDER/episodes
 
-Standard input gives the options, a line of JSON; standard output gets a JSON object, for ``serve`` when it is ready;
-its ``error`` is one line for the user. ``serve`` ends when standard input is closed.
+Standard input contains the options, a line of JSON; standard output gets one JSON object (from ``serve`` as soon as it
+is ready), whose ``error`` is one line for the user. ``serve`` ends when standard input is closed.
 
 Of a task's data the bridge sends only the prompt to the host. Without ``truth``, no reward function runs, and any
 rewards that verifiers computes nevertheless are dropped here.
@@ -42,7 +42,7 @@ HELD_OUT = 50
 UNBOUNDED = 1000
 """Tasks of the default split ``train`` of an infinite taskset."""
 _END_SECONDS = 10.0
-"""Maximum time for ending episodes and what verifiers has started."""
+"""Maximum time for ending episodes and the processes that verifiers has started."""
 
 
 class Unusable(Exception):
@@ -199,7 +199,7 @@ def _splits(taskset: Any, named: dict[str, dict[str, Any]]) -> Iterator[tuple[st
 
 
 def _ids(tasks: Any) -> dict[int, str]:
-    """Position of a task -> its id: the taskset's id or name if unique, else the position."""
+    """Position of a task -> its id: its own id or name, followed by the position if it is not unique."""
     names: dict[int, str] = {}
     for task in tasks:
         own = str(task.data.id or task.data.name or task.data.idx)
@@ -302,13 +302,13 @@ class Player:
 
         self._found, self._truth = found, bool(found.options["truth"])
         if not self._truth:
-            # Of every task, also those that an environment makes while it plays.
+            # For every task, also those that an environment makes while it plays.
             Task.scoring_deferred = True
         self.running: set[asyncio.Task[Any]] = set()
-        """Episodes that are played, or being ended."""
+        """Episodes that are running or being ended."""
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Play the episode that a connection orders, until it ends or the connection is closed."""
+        """Play the episode that a connection requests, until it ends or the connection is closed."""
         answering = asyncio.create_task(self._answer(json.loads(await reader.readline())))
         hung_up = asyncio.create_task(reader.read())
         await asyncio.wait({answering, hung_up}, return_when=asyncio.FIRST_COMPLETED)
@@ -352,7 +352,7 @@ class Player:
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
 
     def _check_usable(self, episode: Any) -> None:
-        """Raises: Unusable: an episode failed before its first message, in a way that every retry would repeat."""
+        """Raises: Unusable: the episode failed before its first message, and would fail so in every retry."""
         if any(node.sampled for trace in episode.traces for node in trace.nodes):
             return
         taskset = self._found.options["taskset"]["id"]
@@ -360,7 +360,7 @@ class Player:
             # The package verifiers formats errors of its own process like this; the output of programs looks different.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
-            # The endpoint's words.
+            # The endpoint's error message.
             if refused := re.search(r"the chat template of [^\n]* does not support tools [^\n\"]*", error.message):
                 raise Unusable(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
 
@@ -406,11 +406,11 @@ def _message(node: Any) -> dict[str, Any]:
 
 
 async def serve(found: Found, folder: Path, ready: Callable[[], None]) -> None:
-    """Play the episodes that are ordered on the socket ``folder/episodes``, until cancelled."""
+    """Play the episodes that are requested at the socket ``folder/episodes``, until cancelled."""
     _run_scripts_here(folder)
     player = Player(found)
     async with found.env.serving():
-        # Slots may order at once while code of a task keeps this process busy.
+        # Many slots may connect while a task's code keeps this process busy.
         await asyncio.start_unix_server(player.connected, folder / "episodes", backlog=socket.SOMAXCONN)
         ready()
         try:
@@ -422,7 +422,7 @@ async def serve(found: Found, folder: Path, ready: Callable[[], None]) -> None:
 
 
 def _end_with(control: int) -> None:
-    """Interrupt this process when the host closes ``control`` or dies; code of tasks may keep it from ending."""
+    """Interrupt this process when the host closes ``control`` or dies; exit after 10 s if a task's code blocks it."""
     os.read(control, 1)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(_END_SECONDS)
@@ -433,10 +433,10 @@ def main() -> None:
     """Run the command in the arguments; see the module's docstring."""
     options = json.loads(sys.stdin.readline())
     control, out = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Other code must read nothing here, and its output must not be mistaken for an answer.
+    # Other code must not read this input, and its output must not be mistaken for an answer.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # Imports stay in memory; collecting would take 20 % of the time.
+    # Imports stay in memory; garbage collection would take 20 % of the time.
     gc.disable()
 
     def answer(told: dict[str, Any]) -> None:

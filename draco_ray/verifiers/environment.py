@@ -1,4 +1,4 @@
-"""Tasksets of the package ``verifiers`` as an environment: its own code plays the episodes, in a process beside."""
+"""Tasksets of the package ``verifiers`` as an environment: its own code plays the episodes, in another process."""
 
 from __future__ import annotations
 

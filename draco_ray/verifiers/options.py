@@ -34,7 +34,7 @@ class VerifiersOptions(Tree):
     ``{agent: {harness: {id: "null"}}}``."""
     splits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). Empty: ``dev``
-    is the first fifth of the tasks, 50 at most, and ``train`` the others, the next 1000 of a taskset without an end."""
+    is the first fifth of the tasks, 50 at most, and ``train`` the others, of an infinite taskset the next 1000."""
     sampling: VerifiersSampling = VerifiersSampling()
     success_at: float = 1.0
     """Minimum reward with which an episode counts as success."""

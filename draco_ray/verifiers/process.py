@@ -1,4 +1,4 @@
-"""The host's side of a `bridge`: starts its process, and orders an episode on each connection to its socket."""
+"""The host's side of a `bridge`: starts its process, and requests one episode per connection to its socket."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
 
     Args:
         told: see `told_to_bridge`.
-        python: of verifiers' virtual environment.
+        python: interpreter of verifiers' virtual environment.
         passed: names of environment variables.
 
     Raises: ConfigError: one line; verifiers is missing or of another version, or the taskset or its requirements are
@@ -137,7 +137,7 @@ class BridgeProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can play."""
+        """Whether its process is running."""
         return self._process.poll() is None
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,7 +194,7 @@ class SharedBridge:
         self._start = functools.partial(BridgeProcess.start, options, config, ground_truth=ground_truth)
         self._most = config.recycle_after_tasks * config.slots_per_worker
         self._bridges: list[BridgeProcess] = []
-        """The last one plays what comes; earlier ones finish their episodes."""
+        """The last one plays new episodes; earlier ones finish theirs."""
         self._starting = asyncio.Lock()
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, groun
 
 
 async def end_bridge(options: VerifiersOptions, *, ground_truth: bool) -> None:
-    """End this event loop's bridge for these options, for all that share it; nothing if there is none."""
+    """End this event loop's bridge for these options, for all that share it; does nothing if there is none."""
     shared = _SHARED.pop(_key(options, ground_truth), None)
     if shared is not None:
         await shared.stop()

@@ -15,7 +15,7 @@ Reference = Any
 
 
 async def resolved(reference: Reference) -> Any:
-    """The value of a reference; a value stands for itself."""
+    """The value of a reference; a plain value is returned as it is."""
     return await reference if isinstance(reference, Awaitable) else reference
 
 
