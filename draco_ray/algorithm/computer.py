@@ -30,7 +30,7 @@ Scores = Judged[tuple[ScoredCriterion, ...]]
 
 
 class AdvantageComputer:
-    """Computes rewards and advantages; its only state is the configuration. Lists may hold references."""
+    """Computes rewards and advantages; its only state is the configuration. Lists may hold references to values."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
@@ -95,8 +95,8 @@ class AdvantageComputer:
         """Plain GRPO on rewards that do not come from the judge.
 
         Args:
-            evaluations: the ``outcome`` setting: the environment's reward or, without one, success (1 or 0). None: the
-                ``random`` setting.
+            evaluations: those of the rollouts, for the ``outcome`` setting: the environment's reward counts or, without
+                one, success (1 or 0). None: the ``random`` setting.
             key: random seed of the group's random rewards.
         """
         if evaluations is None:

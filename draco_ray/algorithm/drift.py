@@ -1,16 +1,16 @@
 """Two signs that the policy exploits the main judge, from the scores of a held-out judge.
 
 In a group the held-out judge scores the half with the highest rewards and a middle rollout (`compared`). It may be
-stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as the two agree on
+stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as both agree on
 what is better, the best rollout is at least as likely as that middle one to reach any pass share h, and training does
 not lower what the better half reaches. A hack breaks both: it is among the best, and the held-out judge passes little
 of it.
 `drift` finds a hack early if the held-out judge rates honest rollouts of a group alike. `fall` finds it where honest
 rollouts differ much, and where all rollouts of a group are hacks.
 
-`drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; with
-each pair it is multiplied by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis it does not
-grow in expectation, so that the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville), however often
+`drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; each
+pair multiplies a part by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis the sum does
+not grow in expectation, so the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville), however often
 one looks and whatever the distributions. To find a hack that begins late, a part 1 / (k (k + 1)) of the capital is
 staked from step k on (arXiv 2203.03532).
 
@@ -22,7 +22,7 @@ Bernoulli rates against one, divided by the dispersion of the shares (McCullagh 
 chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square root,
 sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches. Few simulated runs of constant pass rate exceed
 it (``tests/unit/test_held_out_scoring.py`` counts them). A policy that has become worse without a hack looks the same,
-and so do harder tasks; the main judge's own pass rate tells.
+and so do harder tasks; the main judge's own pass rate tells them from a hack.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ import numpy as np
 from draco_ray.records import FloatArray
 
 LEVEL = 0.025
-"""Most probability that a run without a hack is ever flagged by `drift`."""
+"""Maximum probability that `drift` ever flags a run without a hack."""
 SHARES_H = np.arange(1, 10) / 10
 STAKES_S = np.array([0.2, 0.5, 0.8])
 MOST = 20.0
-"""Most logarithm of what a stake has grown to. A limit keeps numbers finite and only makes the test stricter."""
+"""Maximum logarithm of the growth of a stake. A limit keeps numbers finite and only makes the test stricter."""
 SHOWN = 200
-"""Number of last pairs behind the difference that is shown."""
+"""Number of latest pairs from which `Drift.excess` is computed."""
 FEWEST = 16
-"""Fewest groups in a stretch."""
+"""Minimum number of groups in a stretch."""
 TINY = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
 LATEST = 500
-"""Steps that `fall` looks at: time and memory grow with their square."""
+"""Number of latest steps that `fall` compares: time and memory grow with its square."""
 
 Pair = Sequence[float]
-"""Pass shares by the held-out judge of a group's best and of its middle rollout, in [0, 1]."""
+"""The held-out judge's pass shares, in [0, 1], of a group's best and its middle rollout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ class Drift:
     evidence: float
     """The capital: a run without a hack ever reaches c with a probability of at most 1 / c."""
     share: float
-    """The pass share h at which most was won."""
+    """The pass share h whose bets have won most."""
     excess: float
     low: float
     high: float
-    """Share of the last `SHOWN` best rollouts below h less that of the middle ones, with a 95 % interval that ignores
+    """Share of the last `SHOWN` best rollouts below h minus that of the middle ones, with a 95 % interval that ignores
     how h was chosen."""
 
     @property
@@ -76,13 +76,13 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Fall:
-    """The fall of the better halves' pass share that stands out most, up to the last step."""
+    """The most significant fall of the better halves' pass share, up to the last step."""
 
     size: float
     low: float
     high: float
-    """Mean of the stretch before less that of the stretch since, in [-1, 1], with a 95 % interval that ignores how the
-    stretches were chosen."""
+    """Mean pass share of the earlier stretch minus that of the later one, in [-1, 1], with a 95 % interval that ignores
+    how the stretches were chosen."""
     significant: bool
     """Whether it exceeds the limit."""
 
@@ -90,8 +90,8 @@ class Fall:
 def compared(reward_G: FloatArray) -> tuple[list[int], int | None]:
     """Positions of the rollouts that the held-out judge scores.
 
-    Returns: the half with the highest rewards; and the one with the highest reward in the lower half that is below the
-    best, None if there is none.
+    Returns: the half with the highest rewards; and, in the other half, the one with the highest reward below the
+    group's best, None if there is none.
 
     >>> compared(np.array([0.1, 0.9, 0.5, 0.3]))
     ([1, 2], 3)
@@ -135,7 +135,7 @@ def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
 
 
 def _won(pairs: Sequence[Pair]) -> FloatArray:
-    """The stakes won with each pair at each pass share: [middle reaches it] - [best reaches it], as won_NH."""
+    """Outcome of each pair at each pass share h: [middle reaches h] - [best reaches h], as won_NH."""
     best_N, middle_N = np.array(pairs, dtype=float).reshape(-1, 2).T
     # Rounding must not decide whether 3 of 10 reach 0.3.
     reached_NH, best_NH = (each_N[:, None] >= SHARES_H - 1e-9 for each_N in (middle_N, best_N))

@@ -118,7 +118,7 @@ def training_samples(
     Args:
         trajectory: the rollout.
         rollout_advantage: its share of the update.
-        credit: the setting, not whether credit succeeded on this rollout.
+        credit: whether the run uses step credit, even if it failed on this rollout.
     Raises: ValueError if the two belong to different rollouts, disagree in the number of steps, or a step holds a token
         that was not sampled.
     """
@@ -212,6 +212,6 @@ def _spread(
 def _check_rows(group: str, rollouts: Sequence[int], **rows: int) -> None:
     wrong = {name: number for name, number in rows.items() if number != len(rollouts)}
     if wrong:
-        raise ValueError(f"group {group}: {len(rollouts)} rollouts but rows {wrong}")
+        raise ValueError(f"group {group}: expected {len(rollouts)} rows, one per rollout, found {wrong}")
     if any(later <= earlier for earlier, later in pairwise(rollouts)):
         raise ValueError(f"group {group}: rollout indices must ascend, got {list(rollouts)}")

@@ -204,10 +204,10 @@ def test_rows_that_do_not_match_are_refused() -> None:
         (VERDICTS[:2], none, TOKENS[:2], "{'attributions': 3}"),
         (VERDICTS[:2], none[:2], TOKENS, "{'tokens': 3}"),
     ):
-        with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}$"):
+        with pytest.raises(ValueError, match=f"^group g: expected 2 rows, one per rollout, found {re.escape(found)}$"):
             group_advantages("g", verdict_GK, attributions, tokens_GM, [0, 1], rule=DRACO)
     for reward_G, tokens_GM, found in ((np.zeros(3), TOKENS[:2], "{'rewards': 3}"), (np.zeros(2), TOKENS, "{'tokens'")):
-        with pytest.raises(ValueError, match=f"^group g: 2 rollouts but rows {re.escape(found)}"):
+        with pytest.raises(ValueError, match=f"^group g: expected 2 rows, one per rollout, found {re.escape(found)}"):
             group_advantages_from_rewards("g", reward_G, tokens_GM, [0, 1], rule=GRPO)
     for unordered in ([1, 0], [1, 1]):
         with pytest.raises(ValueError, match="^group g: rollout indices must ascend"):
