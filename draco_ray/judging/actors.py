@@ -66,7 +66,7 @@ class NamedActor:
         return call
 
     async def borrowed(self, waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> ValueT:
-        """Wait for something, and give it back if the caller is cancelled meanwhile."""
+        """Await ``waiting``; if the caller is cancelled meanwhile, give the result back."""
         task = asyncio.ensure_future(waiting)
         try:
             return await asyncio.shield(task)

@@ -67,7 +67,7 @@ class Call:
     asked: LeaseRequest
     key: str | None
     attempts: int
-    """Failures that it may still have."""
+    """Number of further failures after which the call is given up."""
     started_at: float
     clock: float
     check: bool = False
@@ -317,7 +317,7 @@ class LiteLLMClient:
         """The completion of a call that is given up.
 
         Raises:
-            JudgeUnavailable: the judge cannot be reached, and nothing waits until it can.
+            JudgeUnavailable: the judge cannot be reached, and calls do not wait for the end of an outage.
         """
         reason = self._endpoint.one_line(error)
         if unconnected(error) and (call.check or not self._patient):

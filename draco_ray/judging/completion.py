@@ -16,11 +16,11 @@ class Request:
 
     messages: tuple[Message, ...]
     vote: int = 0
-    """Index of k independent scoring calls, so that equal prompts are asked k times."""
+    """Index of this call among k independent scoring calls, so that equal prompts are sent k times."""
     scope: str = ""
     """The only scope in which the stored answer may be reused; empty: anywhere."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
-    """JSON schema that constrains the reply if the endpoint supports it; it is not part of the question."""
+    """JSON schema that constrains the reply if the endpoint supports it; not a part of the cache key."""
     phase: str | None = None
     """Phase of the request; requests of one phase have the same priority and replies of similar length."""
     group: str = ""

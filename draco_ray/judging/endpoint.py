@@ -126,7 +126,7 @@ class Borrowed:
 
     server: Server
     number: int = 0
-    """Identifies the loan at whoever lends servers."""
+    """Id of the loan, for the lender."""
     lost: bool = False
     """Set by the borrower if the connection failed or broke."""
 
@@ -199,7 +199,7 @@ class Endpoint:
 
         Raises:
             JudgeUnavailable: the variable is not set, and the endpoint is the provider's own.
-            ConfigError: nor does LiteLLM know the provider.
+            ConfigError: the same, and LiteLLM does not know the provider.
         """
         name = self._config.key_variable
         if key := os.environ.get(name):

@@ -29,7 +29,7 @@ POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 NAMED = 20
-"""Maximum number of prompts in a list of such a message."""
+"""Maximum number of prompts that such a message lists."""
 RECORDED = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -42,7 +42,7 @@ class FileJudge:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
         self._directory, self._model = directory, model
         self._asked: set[str] = set()
-        """Keys of its questions."""
+        """Keys of the requests that this judge has received."""
         self._waiting: set[str] = set()
         self._announced: set[str] = set()
         self._reminded = time.monotonic()
@@ -63,7 +63,7 @@ class FileJudge:
         except UnicodeDecodeError as error:
             raise StoreError(f"judge {self._model}: {name}{REPLY}: {error}; expected UTF-8") from None
         if not answered and TAG not in text and TAG in request.messages[0].content:
-            log.warning("%s%s has no %s: if it answers another prompt, nobody notices", name, REPLY, TAG)
+            log.warning("%s%s has no %s, so nobody would notice a reply to another prompt", name, REPLY, TAG)
         return Completion(
             text=text,
             finish_reason="stop",
@@ -75,7 +75,7 @@ class FileJudge:
         )
 
     async def forget(self, request: Request) -> None:
-        """Rename an unusable reply to ``.reply.txt.refused``: the same question then waits for another one.
+        """Rename an unusable reply to ``.reply.txt.refused``, so that the same question waits for a new reply.
 
         A recording stays as it is.
         """

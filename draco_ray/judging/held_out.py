@@ -37,10 +37,10 @@ def in_sample(share: float, group: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Both judges on the better half and a middle rollout of a group (`compared`): pass shares in [0, 1]."""
+    """Pass shares, in [0, 1], that both judges give the better half and a middle rollout of a group (`compared`)."""
 
     trained: float
-    """Mean of all by the main judge, whose verdicts the policy is trained on."""
+    """Mean pass share of these rollouts by the main judge, on whose verdicts the policy is trained."""
     best: tuple[float, ...]
     """Pass shares of the better half by the held-out judge, highest reward first."""
     middle: float | None
@@ -76,7 +76,7 @@ class HeldOutJudge:
         Args:
             step: training step.
             context: of the group.
-            rollouts: number, reference to the trajectory, and the main judge's scores, of each.
+            rollouts: for each, its number, a reference to its trajectory, and the main judge's scores.
             reward: of the group.
             rubric: the group's, used if the held-out judge has none.
             phases: gets the summary of each scoring.
@@ -111,7 +111,7 @@ class HeldOutJudge:
 def pass_share(scored: PhaseSummary) -> float | None:
     """Share of passes among the applicable verdicts of a scored rollout; None if it failed or none applies.
 
-    The union drops criteria that all rollouts pass: a rubric without criteria is passed.
+    The union drops criteria that all rollouts pass, so a rubric without criteria counts as passed (1.0).
     """
     if scored.error is not None:
         return None

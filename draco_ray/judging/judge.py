@@ -5,8 +5,8 @@ the reason there is none, and all calls. Only a judge that cannot answer at all 
 
 A content filter, or one rollout that is too long even if truncated, must not cost the other rollouts of a group their
 rubric: a question about several rollouts that has no usable answer is asked again without those whose own stage2 call
-failed. If the judge refused the question, and refuses that too, the rollouts are added one by one, and those with which
-it refuses are left out.
+failed. If the judge refused the question for its content, and refuses this one too, the rollouts are added one by one,
+without those that make it refuse.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Fitting:
         return "fewer tokens" if self.room is None else f"about {self.room:,} tokens"
 
     async def too_long(self, question: Question[Any]) -> bool:
-        """Whether a prompt exceeds the judge's known context; the rate is fixed, so that a resumed run agrees."""
+        """Whether a prompt exceeds the judge's known context, by a fixed estimate that a resumed run repeats."""
         if self._first_room is None:
             return False
         prompt = await asyncio.to_thread(question.prompt, self._prompts)
@@ -105,7 +105,7 @@ class Fitting:
         Args:
             fitted: the question as it was asked.
             judged: the result.
-            tries: how often the question was truncated further before.
+            tries: how often it has already been truncated further.
         """
         errors = [call.error for call in judged.calls if call.error is not None and call.finish_reason == "error"]
         if not errors or tries == len(SHORTER):

@@ -27,7 +27,7 @@ QUOTED_REPLY_CHARACTERS = 20_000
 LEAST_ROOM = 700
 """Minimum room for a prompt in tokens, however small the judge's context."""
 CRITERION_TOKENS = 256
-"""Tokens of a criterion with its JSON; those of the static rubric take 172 at that rate."""
+"""Tokens of a criterion with its JSON; those of the static rubric take 172 at `CHARACTERS_PER_TOKEN`."""
 TURN_TOKENS = 32
 """Tokens of the headings of a turn and its output, and of thinking tags."""
 
@@ -42,7 +42,7 @@ class JudgeContext:
     instructions: int
     """The template, and twice the agent's prompt."""
     rollouts: int
-    """The rollouts, each with a last output beyond its maximum response length."""
+    """All rollouts; the last output of each may exceed its maximum response length."""
     criteria: int
     reply: int
     """``judge.max_tokens``, and the unusable replies that are quoted when the judge is asked again."""

@@ -4,7 +4,7 @@ A request takes a lease before it is sent and settles it with its actual cost.
 
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
 - Requests: at most the limit in any 60 seconds, spread evenly.
-- Tokens: a request in flight counts with the expected size of its kind (mean and one standard deviation; the maximum
+- Tokens: a request in flight counts with the expected size of its kind (mean plus one standard deviation; its maximum
   until enough have ended), a finished one with its actual size. Tokens are also spread over the minute, at `PACE`.
 - Order: later phases of a group before new groups, otherwise first come, first served: smaller requests do not overtake
   a large one that waits for room.

@@ -56,7 +56,7 @@ class NextAction(StrEnum):
 
     AGAIN = "again"
     WAIT = "wait"
-    """As `AGAIN`, but the judge is down, and the failure is not the call's own."""
+    """As `AGAIN`, but the judge is down, so the failure does not count against the call."""
     FAIL = "fail"
     STOP = "stop"
 

@@ -131,7 +131,7 @@ class Fallbacks:
                 self._away[index] = self._clock() + AWAY_SECONDS
                 continue
             if completion.error is None or last:
-                # With the possible costs of the judges before it.
+                # Add what the judges before it may have cost.
                 dollars, estimated = completion.dollars + paid, completion.estimated_dollars + paid
                 return replace(completion, dollars=dollars, estimated_dollars=estimated)
             paid += completion.dollars
@@ -192,7 +192,7 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
         check_budget(other(config, each), each.model)
     if not config.fallbacks:
         return open_one(config)
-    # Calls wait only for the end of an outage of the last judge.
+    # Only calls to the last judge wait for the end of its outage.
     models = [config, *(other(config, each) for each in config.fallbacks)]
     impatient = [each.model_copy(update={"max_outage_seconds": 0.0}) for each in models[:-1]]
     return Fallbacks([open_one(each) for each in [*impatient, models[-1]]])

@@ -58,7 +58,7 @@ class Question(ABC, Generic[ValueT]):
     entry: ClassVar[type[Entry]]
     """Schema of each entry of a reply."""
     merged: ClassVar[bool] = False
-    """Whether it joins several of the paper's phases; a prompt set without its template uses the built-in one."""
+    """Whether the phase joins several of the paper's; a prompt set without its template uses the built-in one."""
 
     @property
     @abstractmethod
@@ -238,7 +238,7 @@ class GroupQuestion(Question[Rubric]):
         return [each.rollout for each in self.trajectories]
 
     def only(self, members: Sequence[int]) -> Self:
-        """See `Question`: the stage2 proposals of the other rollouts are left out with them."""
+        """See `Question`; the other rollouts' stage2 proposals are left out, too."""
         others = {f"{Stage2.name}/{each}" for each in self.members if each not in members}
         return replace(
             self,
@@ -301,7 +301,7 @@ class Union(GroupQuestion):
     required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
 
     def shortened(self, level: int) -> Self:
-        """See `Question`: of many candidates those of the last rollouts are left out, when all else is short."""
+        """See `Question`; in the last stage of truncation, only the first `most_candidates` are kept."""
         return replace(GroupQuestion.shortened(self, level), candidates=self.candidates[: most_candidates(level)])
 
     def values(self, code: str) -> Mapping[str, object]:
@@ -553,7 +553,7 @@ def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
 
 
 def _case(count: int, num_steps: int, **constraints: JsonSchema) -> JsonSchema:
-    """Constraints of an entry: at least one step, or, with further ``constraints``, no step."""
+    """Constraints of an entry: at least one step; if ``constraints`` are given, these and no step."""
     step = {"type": "integer", "minimum": 1, "maximum": max(1, num_steps)}
     steps = {"items": step, "maxItems": 0} if constraints else {"items": step, "minItems": 1}
     return {"rubric_index": {"minimum": 0, "maximum": count - 1}, "relevant_steps": steps, **constraints}

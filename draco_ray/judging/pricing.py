@@ -150,7 +150,7 @@ def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
     """The usage that a reply states; None if it states none, or an implausible one.
 
     Args:
-        response: of LiteLLM.
+        response: LiteLLM's.
         most: upper bounds of the request.
     """
     usage = getattr(response, "usage", None)

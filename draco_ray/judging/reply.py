@@ -2,10 +2,10 @@
 
 The answer is the object with the request's tag, whatever else the reply contains (`own_answer`). Without a tag, the
 last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
-in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
-schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
-the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: a trailing comma,
-and a backslash that escapes nothing.
+in four cases: there is no such value; two of them differ; an answer that does not satisfy the schema follows; or JSON
+around or after the answer does not parse but looks like an answer, since the value may then be a quotation of the
+rollout. A truncated reply is always refused. Only what has a single meaning is repaired: a trailing comma, and a
+backslash that begins no escape.
 
 On the last attempt a complete answer counts even if a broken one follows it, with a note.
 """
@@ -86,7 +86,7 @@ def _integer(value: object) -> object:
 
 
 def _remark(value: object) -> object:
-    """A text that decides nothing: other JSON counts as its text, and null as none."""
+    """A text that decides no verdict: other JSON is kept as JSON text, and null becomes an empty text."""
     if isinstance(value, int | dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
@@ -286,7 +286,7 @@ def parse_criteria(
         last: whether this is the last attempt.
 
     Raises:
-        ReplyError: as `read_entries`, or fewer entries.
+        ReplyError: as `read_entries`, or fewer than ``least`` entries.
     """
     parsed = read_entries(text, CriterionEntry, last=last)
     if len(parsed.value) < least:
@@ -313,7 +313,7 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
     """The entry of each criterion, in the rubric's order, and notes.
 
     An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
-    Indices 1 .. K with the titles that belong to them are counted from 1.
+    If the indices are 1 .. K, with the titles in the rubric's order, they count from 1.
 
     Raises:
         ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.

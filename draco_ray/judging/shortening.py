@@ -39,7 +39,7 @@ def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, 
 
 
 def most_candidates(level: int) -> int | None:
-    """Maximum number of candidates in a union at ``level``: the length of the prompt's texts, as a count; None: any."""
+    """Maximum number of candidates in a union at ``level``, equal to the length of the prompt's texts; None: any."""
     return _length(level - 2 * len(LENGTHS))
 
 

@@ -45,7 +45,7 @@ def reply_schema(
 
 
 def with_tag(prompt: str) -> str:
-    """A prompt that ends with its tag, six digits derived from it, which the reply repeats: so a reply to another
+    """The prompt with its tag at the end: six digits derived from it. The reply repeats them, so a reply to another
     request is noticed. The schema does not contain the digits, since providers compile and cache schemas."""
     tag = int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 10**6
     return f'{prompt.rstrip()}\n\nBegin the JSON object with "{TAG}": "{tag:06d}", which names this request.\n'

@@ -139,7 +139,7 @@ async def test_what_an_earlier_command_asked_and_a_reply_without_its_tag_are_nam
     reply = prompts[1].with_name(prompts[1].name.replace(PROMPT, REPLY))
     reply.write_text('{"entries": []}')
     await waiting
-    assert caplog.messages[-1] == f"{reply.name} has no request_tag: if it answers another prompt, nobody notices"
+    assert caplog.messages[-1] == f"{reply.name} has no request_tag, so nobody would notice a reply to another prompt"
 
 
 def _until(seen: Callable[[], bool]) -> None:

@@ -67,7 +67,7 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
 
 
 def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
-    """Let a model whose chat template makes it think reason freely up to ``</think>``: only the rest follows a schema.
+    """Arguments that let a thinking model reason freely up to ``</think>``, so that only the rest follows a schema.
 
     Args:
         model: hub name or directory. If it cannot be read here, vLLM reports why.
@@ -127,7 +127,7 @@ class VllmJudgeServer:
     def look(self) -> Server | str:
         """Check the server, and start or restart it if needed; called regularly from one thread.
 
-        Returns: the server if it serves, otherwise what it does.
+        Returns: the server if it serves, otherwise a phrase for its state, such as ``loads MODEL``.
 
         Raises:
             JudgeUnavailable: it ended `STARTS` times in a row before it answered, or did not answer in time.
@@ -185,7 +185,7 @@ class VllmJudgeServer:
         )
 
     def _watched(self, progress_at: float) -> Server | str:
-        """A server hangs if it produces no token for a while, and none on request."""
+        """Check a server that has answered; restart it if it hangs: no token for a while, and none when probed."""
         tokens, stall_seconds = self._all_tokens(), self._config.local.stall_seconds
         if tokens is not None and tokens != self._tokens:
             self._tokens, self._progress_at = tokens, self._clock()

@@ -1,6 +1,6 @@
 """The pool of judge servers: scaling, routing of calls, and lost servers.
 
-A call goes to the server that had its group's last call while that has a free slot. A server that stops answering gets
+A call goes to the server that had its group's last call if that has a free slot. A server that stops answering gets
 no calls until it answers again; `draco_ray.judging.client` retries its calls elsewhere.
 """
 
@@ -34,9 +34,9 @@ class Place:
 
     handle: Any
     since: float
-    """Since when it is as ``doing`` says."""
+    """Time at which the state in ``doing`` began."""
     doing: str = "waits for a node with enough resources"
-    """What is said of it while it is not up."""
+    """Its state, shown in messages while it is not up."""
     server: Server | None = None
     """Its last known address; None until it serves."""
 
