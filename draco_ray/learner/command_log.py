@@ -72,9 +72,9 @@ class CommandLog:
         """Number of starts since the last complete checkpoint, without the first start of the run."""
         self._last_failure = "a worker died or stalled"
         self._log: dict[int, Command | None] = {}
-        """By position; None ends the workers."""
+        """Commands by position; None ends the workers."""
         self._results: dict[int, dict[int, Any]] = {}
-        """By position, then rank."""
+        """Results by position, then by rank."""
         self._waiting: dict[int, asyncio.Future[list[Any]]] = {}
         self._end = 0
         self._start = Start(checkpoint=resume_from, position=0)

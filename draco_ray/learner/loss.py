@@ -139,7 +139,7 @@ class Correction(NamedTuple):
     """Importance weights of the tokens' policy loss."""
 
     weight_V: Tensor | None
-    """None: all are 1."""
+    """None if all weights are 1."""
     truncated: Tensor
     """Number of tokens whose ratio was truncated at the cap."""
     masked: Tensor
@@ -204,7 +204,7 @@ def k3_estimates(log_ratio_V: Tensor) -> Tensor:
 
 def log_ratio_histogram(log_ratio_V: Tensor) -> Tensor:
     """Number of log-ratios in each of `HISTOGRAM_BINS` bins; histograms of disjoint sets of tokens can be added."""
-    # Of broken log-probs the update is skipped; counting them must not fail before.
+    # An update with NaN log-probs is skipped later; the histogram must not fail on them first.
     bounded_V = log_ratio_V.nan_to_num(nan=HISTOGRAM_BOUND).clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND)
     share_V = (bounded_V + HISTOGRAM_BOUND) / (2 * HISTOGRAM_BOUND)
     bin_V = (share_V * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1)
@@ -212,7 +212,7 @@ def log_ratio_histogram(log_ratio_V: Tensor) -> Tensor:
 
 
 def ratio_quantile(histogram_B: Tensor, share: float) -> float:
-    """The ratio's quantile, to the middle of its bin; 1 if there are no tokens."""
+    """A quantile of the ratio, as the middle of its bin; 1 if there are no tokens."""
     counted_B = histogram_B.double().cumsum(0)
     if counted_B[-1] == 0:
         return 1.0

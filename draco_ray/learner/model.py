@@ -422,7 +422,7 @@ class AdaptedModel:
         set_peft_model_state_dict(self.peft, tensors)
 
     def _offloading(self) -> AbstractContextManager[object]:
-        """Keep tensors that are saved for the backward pass in host memory, with `learner.offload_activations`."""
+        """If `learner.offload_activations` is set, keep tensors saved for the backward pass in host memory."""
         if not self._offload:
             return nullcontext()
         return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda")

@@ -113,7 +113,7 @@ def common_prefix(sequences: Sequence[TokenSequence]) -> int:
 
 
 def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
-    """Make a micro-batch; sequences with the same prompt follow it, and targets keep the order of ``sequences``."""
+    """Make a micro-batch: each shared prompt is followed by its sequences; targets keep the order of ``sequences``."""
     by_prompt: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
         by_prompt.setdefault(sequence.prompt_key, []).append(index)

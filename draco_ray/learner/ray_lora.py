@@ -53,7 +53,7 @@ class RayLoraLearner:
         self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
         self._log: Any = None
         self._unsent: dict[str, tuple[list[Any], asyncio.Task[None]]] = {}
-        """By method of the workers: the groups that wait for it, and the task that sends them."""
+        """Groups that wait to be sent, and the task that sends them, by the workers' method."""
         self._sending = asyncio.Lock()
         self._fit: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -132,7 +132,7 @@ class RayLoraLearner:
         self._log = None
 
     async def _submit_together(self, method: str, group: ray.ObjectRef[Any]) -> None:
-        """Submit a group with those that wait while the workers are busy, to share micro-batches and prefixes."""
+        """Submit together all groups that arrive while the workers are busy, to share micro-batches and prefixes."""
         if method not in self._unsent:
             groups: list[Any] = []
             self._unsent[method] = groups, asyncio.create_task(self._send(method, groups))

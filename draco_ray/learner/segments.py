@@ -39,7 +39,7 @@ def install_attention(base: Any, *, shared: bool = False) -> None:
     Args:
         base: transformers' model.
         shared: whether workers share micro-batches (the keyword ``context``).
-    Raises: UnsupportedLayer: it may have layers that are not supported.
+    Raises: UnsupportedLayer: the model may have layers that are not supported.
     """
     text = base.config.get_text_config()
     if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:

@@ -63,7 +63,7 @@ class LogLost(Exception):
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> None:
-    """Run the log's commands until it ends or is lost: Ray Train's `train_loop_per_worker`."""
+    """Run the log's commands until the log ends or is lost: Ray Train's `train_loop_per_worker`."""
     given = settings["settings"]
     try:
         # Ask for the start first, because the log counts the starts.

@@ -37,9 +37,9 @@ class PendingSamples:
             self._samples[shard].append(sample)
 
     def take(self, *, everything: bool) -> tuple[list[TrainingSample], int]:
-        """Remove the samples that are processed now; ``everything``: even if workers waste passes.
+        """Remove the samples to be processed now; ``everything``: all, even if some workers then run empty passes.
 
-        Returns: those of this shard, and the number of micro-batches that all workers run together, 0 if they need not.
+        Returns: this shard's samples, and the number of micro-batches of every worker; 0 if the base is not sharded.
         """
         batches = [self._learner.micro_batches(samples) for samples in self._samples]
         count = (max if everything or not self._learner.sharded else min)(map(len, batches))
@@ -118,12 +118,12 @@ class LearnerWorker:
         return metrics
 
     def publish(self, *, version: int) -> Adapter | None:
-        """End the training step. Returns: the adapter with which later groups are sampled; None but for rank 0."""
+        """End the training step. Returns: the adapter with which later groups are sampled; None except on rank 0."""
         self._updated = False
         return self._learner.adapter(version) if self._rank == 0 else None
 
     def snapshot(self) -> Snapshot | None:
-        """End the training step. Returns: the content of a checkpoint; None but for rank 0.
+        """End the training step. Returns: the content of a checkpoint; None except on rank 0.
 
         Raises: ValueError in the middle of a training step.
         """
