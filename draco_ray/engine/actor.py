@@ -215,7 +215,7 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def load(self, update: WeightUpdate) -> float:
-        """Switch new requests to the weights of ``update``; returns seconds. Raises: EngineAway before `start`."""
+        """Load ``update`` for new requests; returns the seconds it took. Raises: EngineAway before `start`."""
         self._check(self._started.is_set())
         async with self._alive():
             return await self._engine.load(update)

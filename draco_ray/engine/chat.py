@@ -242,9 +242,8 @@ class ChatTokens:
         Its text may contain control tokens such as ``<think>``, but not those that begin or end turns.
 
         Args:
-            message: in OpenAI's format: ``content`` and optionally ``reasoning_content`` and ``tool_calls`` with
-            objects
-                as arguments.
+            message: in OpenAI's format: ``content`` and optionally ``reasoning_content`` and ``tool_calls``, whose
+                arguments are objects.
         Raises: ConfigError: the template has no place for calls.
         """
         hidden: list[str] = []

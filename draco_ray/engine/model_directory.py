@@ -16,7 +16,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 """Folder of this package's chat templates, for `model.chat_template`."""
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Current and earlier name in transformers of the tokenizer class that consists of a tokenizer.json only."""
+"""Current and earlier name of the class in transformers for tokenizers with only a tokenizer.json."""
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> Any:

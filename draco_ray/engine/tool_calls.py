@@ -102,7 +102,7 @@ class ToolCallReader:
         # Some parsers accept a call without its opening mark.
         asked = said[opening.start() if opening else 0 :].strip()
         if not found:
-            return ToolUse(text=asked, problem=f"the call cannot be read (as {self._name} writes calls)")
+            return ToolUse(text=asked, problem=f"the call cannot be read in the format of {self._name}")
         calls = []
         for name, arguments in found:
             try:
@@ -113,7 +113,7 @@ class ToolCallReader:
             except (ValueError, RecursionError):
                 given = None
             if not isinstance(given, dict):
-                return ToolUse(text=asked, problem=f"the arguments of {name} are no JSON object")
+                return ToolUse(text=asked, problem=f"the arguments of {name} are not a JSON object")
             calls.append(ToolCall(name=name, arguments=given))
         return ToolUse(text=asked, calls=tuple(calls))
 

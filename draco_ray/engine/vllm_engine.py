@@ -227,7 +227,7 @@ class VllmEngine:
         return list(output.prompt_logprobs.logprobs)
 
     async def load(self, update: WeightUpdate) -> float:
-        """Load ``update`` for new requests; returns seconds. Raises: EngineError."""
+        """Load ``update`` for new requests; returns the seconds it took. Raises: EngineError."""
         match update:
             case Adapter():
                 return await self.load_adapter(update)
@@ -236,7 +236,7 @@ class VllmEngine:
         )
 
     async def load_adapter(self, adapter: Adapter) -> float:
-        """Load ``adapter`` for new requests; returns seconds.
+        """Load ``adapter`` for new requests; returns the seconds it took.
 
         Every version has its own id, name and path in vLLM. So running requests keep the weights they began with, and
         no version uses another version's keys and values from the prefix cache.
@@ -278,7 +278,7 @@ class VllmEngine:
             llm = self._running()
             if self._asleep:
                 return
-            # Before vLLM is asked, so that `wake` opens an engine whose sleep was cancelled.
+            # Set this before calling vLLM, so that `wake` also wakes an engine whose sleep was cancelled.
             self._asleep = True
             with self._explaining(llm, "vLLM cannot sleep", "see the log above"):
                 await llm.sleep(level=SLEEP_LEVEL, mode="wait")
