@@ -15,9 +15,8 @@ def extract_code(text: str, *, thinking: bool = False, complete: bool = True) ->
     Args:
         text: the turn as sampled.
         thinking: whether the turn begins inside a ``<think>`` that the chat template opened.
-        complete: whether the policy ended the turn itself. If so, an unclosed block ends with the turn; in a turn cut
-        by
-            a length limit it is incomplete and ignored.
+        complete: whether the policy ended the turn itself. If so, an unclosed block ends with the turn; if a length
+            limit cut the turn, it is incomplete and ignored.
     Returns: the code without the line breaks around it, or None.
 
     >>> extract_code("<think>not <code>a</code></think>Now <code>\\nb\\n</code>")

@@ -1,4 +1,4 @@
-"""Finished rollouts as the driver sees them, and a stand-in for a `RolloutPool` that has them already."""
+"""Finished rollouts as the driver sees them, and a stand-in for a `RolloutPool` that returns rollouts played before."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlayedRollouts:
         self._played, self._outcomes = played, outcomes or {}
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
-        """The rollout; if there is none, a lost one."""
+        """The rollout that was played; a lost one if there is none."""
         if (trajectory := self._played.get(rollout)) is None:
             return RolloutResult(member=None)
         evaluation = self._outcomes.get((task_id, rollout))

@@ -98,7 +98,7 @@ class RolloutPool:
     def __init__(self, workers: RolloutWorkers, policies: ElasticWorkers[int], retries: int, seed: int) -> None:
         """
         Args:
-            workers: opened.
+            workers: already opened.
             policies: the numbers of the policies; a rollout gets a policy that is up, if there is one.
             retries: additional attempts after a server error.
             seed: of the run; seeds of rollouts are derived from it.

@@ -122,7 +122,7 @@ class Episode:
 
     @property
     def model(self) -> str:
-        """Names the episode, with its key, where a request has no URL of its own."""
+        """Model name that identifies the episode, with its key, at the URL that all episodes share."""
         return f"{self.name}.{self.key}"
 
     @property
@@ -246,7 +246,7 @@ class Episode:
 
         Args:
             closing: text of the last turn, about the agent's program; may be empty.
-            sessions: the sessions that are trained; None: all. The rollout has nothing of the others.
+            sessions: the sessions to train on; None: all. The rollout leaves the others out.
             others: what other speakers said: a time of the monotonic clock, in seconds, and a chat message.
         """
         self.open = False

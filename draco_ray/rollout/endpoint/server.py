@@ -206,7 +206,7 @@ class Endpoint:
     def _episode(self, request: Request, body: Any = None) -> Episode:
         """The episode that a request names by its URL and key, or by its model. Raises: Refused."""
         if "episode" in request.path_params:
-            missing = "no such episode; expected the base URL as OPENAI_BASE_URL has it"
+            missing = "no such episode; expected the base URL from OPENAI_BASE_URL"
             name = request.path_params["episode"]
             scheme, _, key = request.headers.get("authorization", "").partition(" ")
             if scheme.lower() != "bearer":
@@ -220,7 +220,7 @@ class Endpoint:
         if episode is None:
             raise Refused(missing, 404, "not_found")
         if not hmac.compare_digest(key.encode(), episode.key.encode()):
-            raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
+            raise Refused("wrong key; expected this episode's key from OPENAI_API_KEY", 401, "invalid_api_key")
         return episode
 
 
@@ -304,7 +304,7 @@ def _path(request: Request) -> str:
 
 
 def _dialect(request: Request) -> _Dialect:
-    """The dialect of a path; that of chat completions if the path is of none."""
+    """The dialect of a request's path; chat completions if the path belongs to none."""
     return _DIALECTS.get(_path(request).removesuffix("/count_tokens"), chat_completions)
 
 

@@ -51,7 +51,7 @@ class TurnRequest:
     conversation: tuple[Mapping[str, Any], ...] = ()
     """The conversation that is stored with the response, for later requests that name it by its id. For Responses."""
     session: str = ""
-    """The header ``X-Session-ID``, at the URL of all episodes; a request never continues a turn of another session."""
+    """Header ``X-Session-ID`` of requests to the shared URL; a request never continues a turn of another session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
