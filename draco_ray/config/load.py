@@ -84,7 +84,7 @@ def load_config(
     for words in overrides:
         _merge(typed, parse_override(words))
     if typed.get("setting") in setting_names():
-        # A run with this name and without the setting's keys would be taken for another in every table.
+        # A run with this name but without the setting's keys would be mistaken for that setting in every table.
         setting = typed["setting"]
     if setting is not None:
         layers.append(_Layer(_read_setting(setting)))

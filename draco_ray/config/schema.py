@@ -437,7 +437,7 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     model: Model = ""
     """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
     rubric: Path | None = None
-    """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
+    """File with the criteria that it scores by, as for algorithm.static_rubric; null: the rubric of the group."""
     share: float = Field(0.75, gt=0, le=1)
     """Share of the groups in which it scores the half with the highest rewards and a middle one: G/2 + 1 calls."""
 
@@ -487,8 +487,8 @@ class JudgeConfig(Tree):
     """Mark the prefix shared by a group's prompts for the provider's prompt cache: ``cache_control`` for Anthropic's
     models, ``prompt_cache_key`` for OpenAI's. auto: on unless ``api_base`` is set."""
     structured_output: bool = True
-    """Request replies in a JSON schema until the endpoint refuses one. A model served without a reasoning parser, which
-    thinks in its reply, cannot think then."""
+    """Request replies in a JSON schema until the endpoint refuses one. A model that thinks in its reply, because it is
+    served without a reasoning parser, cannot think then."""
     jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional judges that score every rollout: the majority verdict counts; without a majority, the main judge's."""
     strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
@@ -567,7 +567,7 @@ class JudgeConfig(Tree):
             return self
         if (other.model, other.api_base) == (self.model, self.api_base):
             raise ValueError(
-                f"judge.held_out: {other.model} is the judge itself, whose replies it would get; expected another "
+                f"judge.held_out: {other.model} is the judge itself, so it would get its replies; expected another "
                 "judge or rubric; set judge.held_out.model or .rubric"
             )
         return self
@@ -794,8 +794,8 @@ class WatchConfig(Tree):
     """Share of failed judge phases of a step above which the run stops."""
     drift: Literal["off", "warn", "stop"] = "warn"
     """What happens after a step with significant evidence that the held-out judge (judge.held_out) passes less of the
-    best-rewarded rollouts than of middle ones, or than earlier: a sign that the policy exploits the judge. Of runs
-    without a hack about 5 % at most are flagged (draco_ray/algorithm/drift.py; `make bench-hacks`)."""
+    best-rewarded rollouts than of middle ones, or than earlier: a sign that the policy exploits the judge. At most
+    about 5 % of runs without a hack are flagged (draco_ray/algorithm/drift.py; `make bench-hacks`)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)

@@ -74,7 +74,7 @@ def check_environment(start: Start) -> None:
 
 
 def check_agent(start: Start) -> None:
-    """Check that the agent exists, and the template of its prompt."""
+    """Check that the agent and the template of its prompt exist."""
     agent = start.config.agent
     find_agent(agent.use)
     if agent.prompt is not None:
@@ -82,7 +82,7 @@ def check_agent(start: Start) -> None:
 
 
 def check_program(start: Start) -> None:
-    """Check what the agent runs, if it checks that itself."""
+    """Run the agent's own check of the program it runs, if it has one."""
     agent = start.config.agent
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         check(agent, EnginePolicies(samplers=(), tokenizer=None))
@@ -128,7 +128,7 @@ def check_engine_arguments(start: Start) -> None:
 
 
 def check_tool_parser(start: Start) -> None:
-    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer, as above."""
+    """Check that ``agent.tool_parser`` exists and works with the model's tokenizer, if vLLM is on this node."""
     config = start.config
     if config.agent.tool_parser is not None and start.has_model and find_spec("vllm") is not None:
         ToolCallReader(chat_tokens(config), config.agent.tool_parser)

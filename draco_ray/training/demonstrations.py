@@ -38,7 +38,7 @@ def fine_tune(
 
     Args:
         config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations per update) and ``seed``.
-        samples: to imitate.
+        samples: the demonstrations to imitate.
         out: a folder that does not exist yet, for model and tokenizer.
         epochs: number of passes over the samples.
         on_update: called after every update.

@@ -148,7 +148,7 @@ def on_the_same_tasks(
 
 
 def is_complete(known: Sequence[JudgedRollout], tasks: Sequence[str], config: DracoConfig) -> bool:
-    """Whether every rollout of these tasks has been judged; of a run that was killed meanwhile only some have been."""
+    """Whether every rollout of these tasks has been judged; if the run was killed, only some may have been."""
     wanted = {(task, run) for task in tasks for run in range(config.train.evaluation_runs)}
     # Tasks that are no longer held out leave their verdicts behind.
     return wanted <= {(each.task_id, each.run) for each in known}

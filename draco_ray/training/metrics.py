@@ -102,8 +102,8 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
     ``held_out_rate`` is the mean over all rollouts that the held-out judge scored.
 
     Args:
-        scored: of the step's groups.
-        earlier: lines of the steps before.
+        scored: scores of the step's groups.
+        earlier: metrics lines of earlier steps.
     """
     pairs = [[each.best[0], each.middle] for each in scored if each.middle is not None]
     best = [sum(each.best) / len(each.best) for each in scored]

@@ -241,7 +241,7 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     """Check that the paid replies of a run exist, unless the user has set another folder for them.
 
     Args:
-        run: to be resumed.
+        run: the run to resume.
         before: its previous configuration.
         config: its new configuration.
 

@@ -32,7 +32,7 @@ from draco_ray.training.watchdog import Pending
 LOOK_SECONDS = 1.0
 """Interval between two checks of the judge, and of whether a line is due."""
 SLOW_SECONDS = 10.0
-"""Interval of the lines on a start that blocks the driver, if the output is not a terminal."""
+"""Interval of progress lines while a start blocks the driver, if the output is not a terminal."""
 STAGES = {
     "rollout": "generating",
     "judge's ": "judging",
@@ -170,7 +170,7 @@ class StepProgress:
 
 @contextlib.contextmanager
 def shown(console: Console, title: str) -> Iterator[None]:
-    """Show a line with a clock while the block runs; elsewhere than on a terminal, every `SLOW_SECONDS`."""
+    """Show a line with a clock while the block runs; if not on a terminal, print it every `SLOW_SECONDS`."""
     progress = StepProgress(console, heartbeat_seconds=SLOW_SECONDS)
     progress.start(title)
     try:
@@ -281,7 +281,7 @@ class RunObserver:
         self._metrics = RunMetrics(run.name)
         self._dollars = spent
         self._seen: dict[str, tuple[int, int]] = {}
-        """By group: number of its rollouts and phases that have been recorded."""
+        """Number of recorded rollouts and of recorded phases, by group."""
         # Also reported before the first step ends, so that alerts can detect runs without progress.
         self._last_step: Mapping[str, Any] = {"step": done}
         """Metrics line of the last finished step."""

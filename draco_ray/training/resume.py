@@ -64,7 +64,7 @@ KEPT = {
     "judge_calls": ("task_id", "phase", "rollout"),
     "heldout_calls": ("task_id", "phase", "rollout"),
 }
-"""Tables whose rows a repeated step reuses, with the columns that name their parts; other tables are rewritten."""
+"""Tables whose rows a repeated step reuses, and the columns whose values name a part; other tables are rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,10 +95,10 @@ def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
 
 
 def allowed_changes(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
-    """What `config_changes` finds.
+    """The changes that `config_changes` finds.
 
     Raises:
-        ConfigError: it finds something and ``allow_changed`` is off.
+        ConfigError: there are changes and ``allow_changed`` is false.
     """
     changes = config_changes(old, new)
     if changes and not allow_changed:

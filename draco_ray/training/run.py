@@ -137,8 +137,8 @@ def resume(
     """Continue a stopped run where it stopped, even in the middle of a step.
 
     Args:
-        directory: of the run, the URL of its copy in an object store, which is downloaded if it is missing here, or the
-            place of both.
+        directory: the run directory; or the URL of its copy in an object store, which is downloaded if the run is
+            missing here; or the place of both.
         source: a preset or YAML file describing the same run; None: the run's stored configuration.
         overrides, setting, trust: see `draco_ray.config.load.load_config`.
         allow_changed: continue although the configuration differs from the run's.

@@ -138,7 +138,7 @@ class WeightSync:
     advantages: Any
     """The advantage actor, which selects the probe tokens."""
     tolerance: float
-    """Of the canary's mean gap, nats."""
+    """Mean gap that the canary always accepts, nats."""
     moved: bool
     """Whether the weights differ from the base model."""
     first_gap: float | None = None
@@ -146,7 +146,7 @@ class WeightSync:
     canary: Callable[..., Awaitable[CanaryReading]] = run_canary
     """`draco_ray.engine.canary.run_canary`, or a fake in tests."""
     proven: bool = field(default=False, init=False)
-    """Whether the canary has measured, on idle engines, an effect of an update larger than rounding."""
+    """Whether the canary has measured, on idle engines, that an update has a larger effect than rounding."""
 
     async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
         """The learner's log-probs of a prefix of one rollout of these groups; None if no rollout is usable."""
@@ -239,7 +239,7 @@ async def engines_asleep(
 class OrderRules:
     """Rules by which tasks are chosen; see `TaskOrder`."""
 
-    # Of a rule that this version does not know, `recorded_order` must not make another order.
+    # `recorded_order` must fail on a rule that this version does not know: without it the order would be another.
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     per_step: int
@@ -250,7 +250,7 @@ class OrderRules:
 
 @dataclass(frozen=True, slots=True)
 class TaskPart:
-    """A part of a run with the same training tasks and rules; one that is resumed with others begins a new part."""
+    """A part of a run with the same training tasks and rules; resuming the run with others begins a new part."""
 
     first_step: int
     tasks: tuple[str, ...]
@@ -453,7 +453,7 @@ def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any
     """The steps whose checkpoints are kept; all if ``train.keep_last`` is null.
 
     Args:
-        steps: that have a checkpoint.
+        steps: those with a checkpoint.
         metrics: of the finished steps. A step's rollouts measure the policy that played them, which is the policy of
             ``1 + train.staleness`` steps before.
         config: ``keep_last``, ``keep_every``, ``keep_best``.

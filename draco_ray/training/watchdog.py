@@ -172,18 +172,18 @@ class Watchdog:
         """Check a finished step for a policy that exploits its judge; ``say`` prints a warning.
 
         Raises:
-            RunStopped: by ``watch.drift=stop``. A resumed run goes on with the next step.
+            RunStopped: it finds one and ``watch.drift`` is ``stop``. A resumed run goes on with the next step.
         """
         signs = []
         if metrics.get("drift_significant"):
             signs.append(
-                f"less than {metrics['drift_share']:.0%} of the criteria on {100 * metrics['drift']:.0f} points more "
-                f"of the best-rewarded rollouts than of middle ones (95 % interval {100 * metrics['drift_low']:.0f} "
+                f"less than {metrics['drift_share']:.0%} of the criteria in more of the best-rewarded rollouts than of "
+                f"middle ones, by {100 * metrics['drift']:.0f} points (95 % interval {100 * metrics['drift_low']:.0f} "
                 f"to {100 * metrics['drift_high']:.0f})"
             )
         if metrics.get("fall_significant"):
             signs.append(
-                f"{100 * metrics['fall']:.0f} points less of the better-rewarded half than in earlier steps (95 % "
+                f"{100 * metrics['fall']:.0f} points less in the better-rewarded half than in earlier steps (95 % "
                 f"interval {100 * metrics['fall_low']:.0f} to {100 * metrics['fall_high']:.0f})"
             )
         if not signs or self._config.drift == "off":

@@ -232,7 +232,7 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
         HeldOutJudgeConfig()
     same: dict[str, Any] = {"model": "openai/m", "held_out": {"model": "openai/m"}}
     with pytest.raises(
-        ValidationError, match="judge.held_out: openai/m is the judge itself, whose replies it would get"
+        ValidationError, match="judge.held_out: openai/m is the judge itself, so it would get its replies"
     ):
         JudgeConfig.model_validate(same)
     for other in ({"api_base": "http://other/v1"}, {"self_judge": {"enabled": True}}, {"rule_judge": {"start": True}}):
@@ -392,13 +392,13 @@ def test_a_run_warns_or_stops_as_it_is_told() -> None:
     Watchdog(WatchConfig(drift="stop")).check_drift({"step": 4}, said.append)
     assert len(said) == 1
     assert said[0].startswith(
-        "step 4: the held-out judge passes less than 40% of the criteria on 31 points more of the best-rewarded "
-        "rollouts than of middle ones (95 % interval 20 to 42)"
+        "step 4: the held-out judge passes less than 40% of the criteria in more of the best-rewarded rollouts than of "
+        "middle ones, by 31 points (95 % interval 20 to 42)"
     )
     fallen = {"step": 4, "fall": 0.2, "fall_low": 0.1, "fall_high": 0.3, "fall_significant": 1}
     Watchdog(WatchConfig()).check_drift(fallen, said.append)
     assert said[-1].startswith(
-        "step 4: the held-out judge passes 20 points less of the better-rewarded half than in earlier steps (95 % "
+        "step 4: the held-out judge passes 20 points less in the better-rewarded half than in earlier steps (95 % "
         "interval 10 to 30): the policy may"
     )
     with pytest.raises(RunStopped, match=r"watch\.drift=stop"):
