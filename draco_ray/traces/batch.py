@@ -48,11 +48,11 @@ MANY = 10_000
 """Maximum number of requests in flight."""
 
 ALL = ""
-"""Key of the result of all requests of a batch that have none of their own."""
+"""Key of the result for every request of a batch without a result of its own."""
 
 Result = tuple[str, Any]
-"""(``ok``, the provider's reply), or ``refused`` (a retry would fail, too), ``busy`` (none was sent to the model) or
-``error``, with the message."""
+"""(``ok``, the provider's reply), or one of these with a message: ``refused`` (a retry would fail, too), ``busy`` (no
+request reached the model), ``error``."""
 
 
 class BatchApi(Protocol):
@@ -84,7 +84,7 @@ class BatchClient(LiteLLMClient):
             config: as in `LiteLLMClient`; timeout and concurrency are replaced by values for batches.
             cache: stores replies and the list of running batches.
             leases: rate limiter, asked before each request.
-            quiet_seconds: submit a batch when so many seconds have brought no new request.
+            quiet_seconds: submit the batch once no request has been added for this long.
             poll_seconds: seconds between two polls of a batch.
 
         Raises:
@@ -125,7 +125,7 @@ class BatchEndpoint(Endpoint):
         """Requests of the batch that is submitted next, by id."""
         self._sending: asyncio.Task[dict[str, Result]] | None = None
         self._work: dict[str, asyncio.Task[dict[str, Result]]] = {}
-        """Id of a request -> what returns the results of its batch."""
+        """Request id -> the task that returns the results of its batch."""
 
     async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
         """Add one request to the next batch, unless a running batch contains it already, and wait for its reply.
@@ -200,7 +200,7 @@ class BatchEndpoint(Endpoint):
         return {str(batch): [str(number) for number in members] for batch, members in known.items()}
 
     def _write(self, batches: dict[str, list[str]]) -> None:
-        """Replace the file's batches; they are those of all judges of a panel."""
+        """Replace the file's list of batches, which all judges of a panel share."""
         if self._file is None:
             return
         temporary = Path(f"{self._file}.tmp")

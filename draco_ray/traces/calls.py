@@ -44,7 +44,7 @@ class Thread:
     calls: list[int] = field(default_factory=list)
     """Indices into the list of calls."""
     side_call: bool = False
-    """Whether it asks about another conversation's answer."""
+    """Whether its first call asks about another conversation's answer."""
 
 
 def threads(calls: Sequence[ModelCall]) -> list[Thread]:
@@ -130,7 +130,7 @@ def continues(known: Sequence[Entry], inputs: Sequence[Entry]) -> bool:
 
 def _longest(found: Sequence[Thread]) -> Thread:
     def weight(thread: Thread) -> tuple[int, ...]:
-        # Of single calls, a title's or a guard's output is shorter than an agent's.
+        # Among single calls, the agent's output is longer than that of a title or guard call.
         said = [entry for entry in thread.entries if entry.role != "system"]
         last = said[-1] if said else Entry(role=AGENT)
         return not thread.side_call, len(thread.calls), len(said), len(last.calls), len(last.text)
@@ -156,7 +156,7 @@ def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, in
 
 
 def _own_entries(known: Sequence[Entry]) -> list[Entry]:
-    """The entries without side calls and sub-agents, which the agent's requests do not repeat."""
+    """The entries except those of side calls and sub-agents: the agent's requests do not repeat these."""
     return [entry for entry in known if not entry.role.startswith((SIDE_CALL, SUB_AGENT))]
 
 

@@ -103,7 +103,7 @@ def without_encoded(value: object) -> object:
 
 
 def _described(found: re.Match[str]) -> str:
-    """What takes the place of encoded text; other text stays as it is."""
+    """The replacement for a match that is encoded data; any other match unchanged."""
     head, data = found.groups()
     start = data[:4096]
     mixed = len(set(start)) > 24 and all(re.search(each, start) for each in ("[a-z]", "[A-Z]", "[0-9]"))

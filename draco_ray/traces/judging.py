@@ -64,7 +64,7 @@ ALONE = {
 Ask = Callable[..., Awaitable[Judgement]]
 """Asks the judge, in this process or on a cluster, with the arguments of `draco_ray.judging.pool.JudgePool.ask`."""
 JudgeOf = Callable[[Sequence[Trace]], Ask]
-"""How to ask about some traces: the judge is told of their environment."""
+"""Traces -> the `Ask` for them, whose prompts describe their environment."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class GroupJudgement:
     traces: tuple[Trace, ...]
     """The complete traces, as they were read."""
     trajectories: tuple[Trajectory, ...]
-    """The traces as trajectories, about which the judge is asked."""
+    """The traces converted to trajectories, as the judge sees them."""
     static: tuple[Criterion, ...] | None = None
     """The rubric, if the judge does not write one."""
     phases: Phases = field(default_factory=dict)
@@ -90,7 +90,7 @@ class GroupJudgement:
     """The group's row in ``groups``."""
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
-        """Nothing: the trajectories are kept already."""
+        """Do nothing: `trajectories` has them already."""
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the result of a phase."""
@@ -108,7 +108,7 @@ class GroupJudgement:
         return len(self.traces) == 1
 
     def found(self, rollout: int | None, *phases: Phase) -> Judged[Any]:
-        """The result of the first of these phases that was asked; without a value if none was."""
+        """The result of the first of these phases that has one, else a result without a value."""
         asked = (self.phases.get((phase.name, rollout)) for phase in phases)
         return next(filter(None, asked), Judged(value=None))
 
@@ -138,7 +138,8 @@ class GroupJudgement:
 
 
 class _TraceJudge:
-    """The judge of one group, with what differs from training: a rubric of large groups and of single traces."""
+    """The judge of one group. Unlike in training, a large group's rubric is made from some of its traces only, and a
+    single trace's without a union call."""
 
     def __init__(self, ask: Ask, *, most: int, single: bool) -> None:
         """``most``: maximum number of criteria of a single trace."""
@@ -199,7 +200,7 @@ async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: A
         algorithm: the settings of the graph.
         ask: the judge.
         most: maximum number of criteria of a single trace.
-        least: fewest traces with a reward.
+        least: minimum number of traces with a reward.
     """
     used = {"reward": "rubric", "rubric": "dynamic" if state.static is None else "static", "rubric_visits": None}
     algorithm = algorithm.model_copy(update={**used, "group_size": len(state.trajectories)})

@@ -43,7 +43,7 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
-    # The folder with the replies, and the file of criteria, which are compared themselves, may have been moved.
+    # Paths, which may have moved; `_check_same` compares the criteria themselves.
     *("cache", "static_rubric"),
     # The judge's address, and the number of workers that call it.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),

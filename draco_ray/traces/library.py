@@ -107,8 +107,8 @@ def plan(
     ``ray``: judge on a cluster, which serves a ``hosted_vllm/`` model itself if it has no endpoint (``judge.local``).
 
     Raises:
-        ConfigError: a budget without a known price, an unusable rubric or prompt set, or no model although the
-            configured judge exists only during training.
+        ConfigError: a budget without a known price, an unusable rubric or prompt set, or no model and a configured
+            judge that exists only during training.
     """
     base = (
         config if isinstance(config, DracoConfig) else load_config(str(config) if isinstance(config, Path) else config)
@@ -137,7 +137,7 @@ def plan(
         static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
         of_run = of_run.updated(algorithm={"rubric": "static", "static_rubric": static})
         if "skip_useless_credit_calls" not in base.algorithm.model_fields_set:
-            # A grade asks which steps are to blame, also where all traces fail alike and no reward differs.
+            # Users want to know which steps are to blame even if all traces get the same reward.
             of_run = of_run.updated(algorithm={"skip_useless_credit_calls": False})
     known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
@@ -265,14 +265,14 @@ class _Function:
         return await self.complete(request)
 
     async def forget(self, request: Request) -> None:
-        """Nothing: no reply is stored."""
+        """Do nothing: no reply is stored."""
 
     async def check(self) -> None:
-        """Nothing: the first request shows whether it answers."""
+        """Do nothing: the first request shows whether the function answers."""
 
 
 def open_judge(settled: Plan) -> Meter:
-    """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
+    """Open the judge model over LiteLLM, with its limits and budget; spending of earlier processes counts.
 
     Raises:
         StoreError: replies cannot be stored.

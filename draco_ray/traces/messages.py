@@ -51,11 +51,11 @@ AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "ge
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "observation")
 RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?")
 CALL_ROLE = re.compile(r"(tool|function)-(call|use)s?(-invocation)?")
-"""Roles, or types beside a role, of messages that are nothing but results or calls. The calls are in fields of the
-message, or its text: of smolagents a Python list, of ShareGPT JSON."""
+"""Roles, or types beside a role, of messages with nothing but calls, in fields or in the text (smolagents: a Python
+list, ShareGPT: JSON). `RESULT_ROLE` is the same for results."""
 CALLS = "tool-call"
 LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
-"""Types of LangChain's messages, also prefixes of its class names, which are roles."""
+"""Types of LangChain's messages, used as roles; its class names begin with them."""
 GEMINI_CLI = ("user", "gemini", "info", "warning", "error")
 """Types of Gemini CLI's messages."""
 USERS = ("user", "user_proxy", "human")
@@ -178,8 +178,8 @@ def message_entries(value: object) -> list[Entry]:
 
 
 def _is_silent(event: Fields) -> bool:
-    """Whether an event of Google's ADK says nothing that no other event says: its content has only a role, or is a
-    piece of a streamed answer."""
+    """Whether an event of Google's ADK adds nothing to the other events: its content has only a role, or it is a piece
+    of a streamed answer."""
     content = event.get("content") or {}
     empty = isinstance(content, Mapping) and not any(content[name] for name in content if name != "role")
     return empty or event.get("partial") is True
@@ -227,13 +227,13 @@ def unwrapped(message: Fields) -> Fields:
 
 
 def _over(*layers: Fields) -> Fields:
-    """The objects as one; the first that has a field gives its value."""
+    """The objects merged; the first one that has a field determines its value."""
     held = [layer for layer in layers if layer]
     return ChainMap(*cast("list[dict[str, Any]]", held)) if len(held) > 1 else held[0] if held else {}
 
 
 def _speaker(message: Fields) -> Any:
-    """The role of a message; None for an item, and for what is no message."""
+    """The role of a message; None for an item or a value without a role."""
     if message.get("role") is not None:
         return message["role"]
     if "from" in message and "value" in message:
@@ -260,7 +260,7 @@ def _role(role: str, message: Fields) -> str:
     if message.get("name") in USER_PROXIES and role != "tool":
         return "user"
     role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
-    # A type tells what an agent's message is; other speakers stay who they are.
+    # The type can mark an agent's message as a call or a result; other speakers keep their role.
     kinds = (role, str(message.get("type")).replace("_", "-") if role in AGENT_ROLES else "")
     if role in RESULT_ROLES or any(map(RESULT_ROLE.fullmatch, kinds)):
         return "tool"
@@ -448,12 +448,12 @@ def _holds_results(content: object) -> bool:
 
 def _calls(message: Fields) -> Iterator[Call]:
     listed = decoded(message.get("tool_calls")) or message.get("toolCalls")
-    # LangChain keeps those of the provider beside its own.
+    # LangChain keeps the provider's form of the calls in additional_kwargs.
     listed = listed or object_of(message, "additional_kwargs").get("tool_calls") or ()
     if isinstance(listed, Mapping | str) or not isinstance(listed, Sequence):
         raise BadTrace(f'expected "tool_calls" as a list, found {kind(listed)}')
     single = (message.get(name) for name in ("tool_call", "function_call"))
-    # Tables may fill the fields of a call that there is not with null.
+    # A table may have a call whose fields are all null where a message has no call.
     older = [] if listed else [each for each in single if isinstance(each, Mapping) and any(each.values())]
     for each in [*listed, *older, *(message.get("invalid_tool_calls") or ())]:
         # verifiers stores each call as JSON text.

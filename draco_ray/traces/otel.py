@@ -451,7 +451,7 @@ def _messages(
     attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str, stated: bool = False
 ) -> list[Entry]:
     """Messages in the first of these attributes that has some; ``stated``: the span is known to be a model's or an
-    agent's, so that an object which is no message is what was asked or answered."""
+    agent's, so an object that is not a message is itself the input or the answer."""
     for prefix in flat:
         if messages := _flat_messages(attributes, prefix):
             return entries(messages)

@@ -58,9 +58,9 @@ TYPES = (
 )
 """Keys that are the type of a part without ``type``."""
 UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
-"""Fields by which a result is known that has no type."""
+"""Sets of fields that identify a result without a type."""
 FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
-"""Those that are its type if it has no text."""
+"""Keys that are the type of a part without ``type`` and ``text``."""
 
 
 def parts(content: object) -> Iterator[Entry]:
@@ -156,7 +156,7 @@ def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
             reason = text_of(object_of(fields, "approval"), "reason") or "Tool execution denied."
             fields = {**fields, "error": reason}
         called = Entry(role="", calls=(call_of(fields, type_.removeprefix("tool-")),))
-        # An empty result is one, too.
+        # An empty result counts as a result, too.
         ended = any(fields.get(name) is not None for name in OUTCOMES)
         return [called, result_of(fields)] if ended else [called]
     return own_tool(type_.removesuffix("_call"), fields) if _is_own_tool(type_) else []
@@ -283,13 +283,13 @@ def _shown_part(each: Mapping[str, Any]) -> str:
 
 
 def stored(content: object) -> object:
-    """Parts that a database keeps as JSON text, as parts; other text, which may be a model's answer, stays as it is."""
+    """Decode parts that a database keeps as JSON text; other text may be a model's answer and is returned unchanged."""
     value = decoded(content, "[")
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         return content
     known = [_known(each) if "type" in each or len(each) == 1 else None for each in value]
     if any(_is_own_tool(str(each.get("type"))) for each in value):
-        # A type such as phone_call is the text's own.
+        # A type such as phone_call may be part of JSON that the model wrote.
         return content
     said = [entry for each in known for entry in each or ()]
     telling = any("text" in each for each in value) or any(entry.calls or entry.role for entry in said)

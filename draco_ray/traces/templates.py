@@ -61,7 +61,7 @@ def tagged(entry: Entry) -> Iterator[Entry]:
     elif entry.role == AGENT and not entry.calls and _CALL.search(entry.text):
         thought, end, said = entry.text.rpartition("</think>")
         calls = tuple(call for block in _CALL.findall(said) for call in _calls(block))
-        # What is no call stays.
+        # Keep blocks that are not calls.
         rest = _CALL.sub(lambda found: "" if _calls(found[1]) else found[0], said).strip() if calls else said
         yield replace(entry, text=f"{thought}{end}{rest}", calls=calls)
     elif entry.role in ("user", "tool") and (results := _RESULT.findall(entry.text)):

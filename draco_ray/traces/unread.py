@@ -34,17 +34,17 @@ class Record(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a dict."""
+        """See `dict.get`; marks the field as read."""
         self.read.add(key)
         return super().get(key, default)
 
     def items(self) -> Any:
-        """As of a dict."""
+        """See `dict.items`; marks all fields as read."""
         self.read.update(self)
         return super().items()
 
     def values(self) -> Any:
-        """As of a dict."""
+        """See `dict.values`; marks all fields as read."""
         self.read.update(self)
         return super().values()
 

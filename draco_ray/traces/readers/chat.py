@@ -40,7 +40,7 @@ STOPS = (
 """Possible paths of the reason why an answer ended."""
 TRUNCATED = ("length", "max_tokens", "max_output_tokens")
 MESSAGES = {
-    "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+    "anthropic": 'an object with "messages", whose content is a list of blocks (tool_use, ...), and perhaps "system"',
     "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
     "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
     "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and similar formats",
@@ -246,7 +246,7 @@ def _call(record: Any) -> ModelCall:
     inputs = system_entries(_told(record, known, SYSTEM)) + inputs
     if isinstance(reply, list) and reply and not answered and not (inputs and inputs[-1].role == AGENT):
         raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
-    # An empty answer is none: the next call may be a retry.
+    # Ignore an empty answer: the next call may be a retry.
     outputs = [*_intermediate(record), *(each for each in answered if each.role == "tool" or each.text or each.calls)]
     # Some logs repeat the history before the answer.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
