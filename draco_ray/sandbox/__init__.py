@@ -1,2 +1,2 @@
-"""Stand-ins for what a machine without GPU, key or download lacks:
+"""Stand-ins for machines without a GPU, an API key or downloads:
 a generated world, a starter policy, a rule judge."""

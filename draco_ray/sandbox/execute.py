@@ -53,7 +53,7 @@ if __name__ == "__main__":
     # AppWorld and IPython print to stdout, which must hold only results.
     results_stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.
+    # Garbage collections would take ever longer and free nothing: AppWorld keeps objects of every task.
     gc.disable()
     main(sys.stdin, results_stream, evaluate="--evaluate" in sys.argv)
     # AppWorld's interactive shells, one per task, would take minutes to shut down.

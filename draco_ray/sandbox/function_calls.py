@@ -84,7 +84,7 @@ def _results(output: str | None, count: int) -> list[str | None]:
 
 
 def _output(result: str | None) -> str | None:
-    """A call's result; for a refused call, the output of code that raised."""
+    """A call's result; for a refused call, its error in the form of a failed cell's output."""
     if result is None or not (error := _ERROR.match(result)):
         return result
     return f"Execution failed. Traceback:\nException: {result[error.end() :]}"

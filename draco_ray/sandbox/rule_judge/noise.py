@@ -40,7 +40,7 @@ class Noise(BaseModel):
     seed: int = 0
 
     def blur(self, answer: Answer) -> Answer:
-        """``answer`` with this noise in its replies; replies to other than a judge's prompts are unchanged."""
+        """``answer`` with this noise in its replies; replies to prompts that are not a judge's are unchanged."""
 
         def noisy(prompt: str) -> tuple[str | None, str]:
             phase, text = answer(prompt)
