@@ -26,7 +26,7 @@ from draco_ray.errors import EnvironmentCrashed
 from draco_ray.temp_dirs import remove_tree
 
 _MOST_PROCESSES = 2 * MOST_PROCESSES
-"""Maximum number counted from outside, for hosts that do not enforce the limit above (root in a container)."""
+"""Maximum process count, seen from outside; some hosts do not enforce `MOST_PROCESSES` (root in a container)."""
 _MOST_FILES = 20_000
 _CPU_CELLS = 60
 """Number of cells that may use their whole time limit before the process exceeds its CPU time."""
@@ -137,8 +137,8 @@ class ServerProcess(ForkClient):
             return self._dead()
         if status is None:
             return Ended(reason, own=True)
-        # Its own code cannot send SIGKILL; the kernel does when it has used up its CPU time, and anybody else from
-        # outside: an operator, or the kernel when the machine runs out of memory.
+        # The task's code cannot send SIGKILL. The kernel sends it when the CPU time is used up; otherwise it comes from
+        # outside: from an operator, or from the kernel when the machine runs out of memory.
         killed = status == -signal.SIGKILL and cpu_seconds < self._cpu_seconds
         return Ended(f"{self._what} died (status {status})", own=not killed)
 

@@ -23,8 +23,8 @@ class ForkClient:
         """Have the server end its process and, with ``fork``, start another.
 
         Returns: the ended process's status, None if it had to be killed or there was none, and its CPU seconds.
-        Raises: OSError: the server has ended, or did not answer in time; it cannot be used any more, since a late
-            answer would be mistaken for that to the next order.
+        Raises: OSError: the server has ended, or did not answer in time; it cannot be used any more, because
+            a late answer would be taken for the answer to the next order.
         """
         loop, previous = asyncio.get_running_loop(), self._channel
         self._channel = None
@@ -37,7 +37,7 @@ class ForkClient:
                 answer = await loop.sock_recv(self._control, 256)
         finally:
             if previous is not None:
-                # Only now: a process that sees the end of its orders would end by itself.
+                # Close it only now: when its socket closes, a process ends by itself.
                 previous.close()
         if not answer:
             raise ConnectionError("the server has ended")
@@ -54,7 +54,8 @@ class ForkClient:
     async def exchange(self, order: Mapping[str, Any], seconds: float, most_bytes: int) -> bytes:
         """Send the process an order and receive its answer, unparsed.
 
-        Raises: TimeoutError; EOFError, with the reason: it ended, or sent anything but one answer of ``most_bytes``.
+        Raises: TimeoutError; EOFError, with the reason: it ended, or sent anything but one answer of at
+            most ``most_bytes``.
         """
         loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
         self._number += 1

@@ -9,8 +9,8 @@ answer:
     server [status, CPU seconds]      of the ended process, as in `subprocess`; the status is null if there was none or
                                       if it had to be killed
 
-The end of the control socket ends the server. The host communicates with a process over the socket that it sent for it,
-by lines: a number, a space, a JSON object. An answer has the number of its order.
+When the control socket closes, the server ends. The host and a process communicate over the socket sent with the order,
+in lines: a number, a space, a JSON object. An answer has the number of its order.
 
 The policy's code may run in a forked process and can write to that socket too: the host does not trust what it reads
 there. Standard library only.

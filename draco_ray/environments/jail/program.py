@@ -31,7 +31,7 @@ _INTERFACE_FLAGS, _UP = 0x8913, 1
 _OPEN_FILES = 4096
 _MEASURE_SECONDS = 0.5
 _DISK_SHARE = 20
-"""Measuring the disk takes at most one part in this many of the time."""
+"""Pause between two measurements of the disk, as a multiple of the time that one takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,7 +101,7 @@ class ToolServer(ForkServer):
         for standard in (0, 1):
             os.dup2(channel.connection.fileno(), standard)
         channel.close()
-        # Standard error tells of this process only.
+        # Standard error must contain only this process's output.
         os.ftruncate(2, 0)
         os.lseek(2, 0, os.SEEK_SET)
         self._confine()
