@@ -31,7 +31,7 @@ class CreditJudge:
     ) -> None:
         """
         Args:
-            model: LiteLLM's name of the judge; None: that of ``config``.
+            model: LiteLLM's name of the judge; None: the model in ``config``.
             store: a verdict store or its file; None: a temporary file.
             missing: see `VerdictStore`.
             options: options of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
@@ -69,7 +69,7 @@ class CreditJudge:
 
 
 class ArrivingGroup:
-    """A group whose trajectories arrive one by one; the last to arrive, or to be lost, has all of them judged."""
+    """A group whose trajectories arrive one by one; it is judged once the last one has arrived or is lost."""
 
     def __init__(self, size: int, judge: Callable[[dict[int, Any]], Awaitable[Sequence[StepVerdict]]]) -> None:
         """
@@ -106,7 +106,7 @@ def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
 
 
 def prompt_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A prompt as messages, of which none is the policy's: earlier assistants' get the role `EARLIER`."""
+    """A prompt as messages. Assistant messages get the role `EARLIER`, because the policy did not sample them."""
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
     return [{**each, "role": EARLIER} if each.get("role") == AGENT else each for each in given]
 

@@ -25,7 +25,7 @@ def draco_scorer(model: str | None = None, **options: Any) -> Any:
     """A ``@scorer`` whose value is the share of criteria that pass, 0 .. 1.
 
     Args:
-        model: LiteLLM's name of the judge; None: that of ``config``.
+        model: LiteLLM's name of the judge; None: the model in ``config``.
         options: options of `draco_ray.judge`: budget (of all samples together), rubric, api_base, out, ...
 
     Raises: see `Judging`.

@@ -105,7 +105,7 @@ class VerdictStore:
             missing: what `spread` does without a verdict. ``error`` raises; ``uniform`` leaves the trajectory's
                 advantage on all of its tokens and counts it.
 
-        Raises: ConfigError: ``missing`` is neither, or the file cannot be opened.
+        Raises: ConfigError: ``missing`` is something else, or the file cannot be opened.
         """
         if missing not in ("error", "uniform"):
             raise ConfigError(f"missing={missing!r}: expected 'error' or 'uniform'")
@@ -169,7 +169,7 @@ class VerdictStore:
         """
         advantages_B, mask_BT = np.asarray(advantages, dtype=np.float32), np.asarray(mask)
         if not len(keys) == len(advantages_B) == len(mask_BT):
-            raise ValueError(f"{len(keys)} keys, {len(advantages_B)} advantages and {len(mask_BT)} rows of the mask")
+            raise ValueError(f"{len(keys)} keys, {len(advantages_B)} advantages, {len(mask_BT)} mask rows; must match")
         before = self.counts.copy()
         rows = [
             self._row(*each) if each[3].any() else np.zeros(len(each[3]), dtype=np.float32)
