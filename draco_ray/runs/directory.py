@@ -253,7 +253,7 @@ class RunDirectory:
             path.parent.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path):
                 raise FileExistsError
-            # The directory appears with its configuration, so that a start that is killed here keeps no name.
+            # Rename the directory once it has its configuration, so that a start killed here does not take the name.
             draft = path.with_name(f".new-run-{secrets.token_hex(8)}")
             draft.mkdir(mode=0o700)
             cls(draft).write_config(config_yaml)
@@ -271,7 +271,7 @@ class RunDirectory:
         """Write the run's configuration and mark it as this user's. Raises: OSError."""
         path = self.path / "config.yaml"
         if path.exists():
-            # A kill between two of these writes leaves a configuration that run.json knows.
+            # If the process is killed between these writes, run.json matches the configuration, be it old or new.
             origin.write_origin(self.path, read_text(path), config_yaml)
         write_private(path, config_yaml)
         origin.write_origin(self.path, config_yaml)

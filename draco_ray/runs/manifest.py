@@ -1,8 +1,8 @@
 """``manifest.json``: SHA-256 digests of a run directory's files of finished steps.
 
-The run store updates it after every step. A file keeps its first digest unless this run writes the file again, and a
-metrics line always, so what changes on disk between a stop and a resume does not get a new digest. `draco verify`
-compares files and digests.
+The run store updates it after every step. A file keeps its first digest unless this run writes the file again; a
+metrics line always keeps its first digest. So a change on disk between a stop and a resume gets no new digest.
+`draco verify` compares files and digests.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Manifest:
         """
         self._run, self._began_ns = run, began_ns
         self._seen: dict[str, int] = {}
-        """Modification times, when their digests were computed, of the files written since ``began_ns``."""
+        """File written since ``began_ns`` -> its modification time when its digest was computed."""
 
     def update(self, last: int) -> None:
         """Add the files that finished steps have written.
@@ -88,7 +88,7 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
 
 
 def absent_tables(run: RunDirectory) -> str:
-    """Says how many table files of finished steps are missing; empty if none are, or if there is no manifest.
+    """A message about missing table files of finished steps; empty if none is missing, or if there is no manifest.
 
     Raises:
         DamagedRun: the manifest cannot be read.
@@ -143,7 +143,7 @@ def this_machine() -> dict[str, str]:
 
 
 def other_versions(run: RunDirectory) -> str:
-    """Where finished steps were made with other versions than `this_machine` has, e.g. ``torch 2.12 (here 2.13)``.
+    """Versions of the finished steps that differ from those of `this_machine`, e.g. ``torch 2.12 (here 2.13)``.
 
     Raises:
         DamagedRun: the manifest cannot be read.

@@ -38,7 +38,7 @@ class Carried:
 
 
 def carried_rubrics(run: RunDirectory, before: int) -> dict[str, Carried]:
-    """Task id -> what the task has kept from the steps before training step ``before``.
+    """Task id -> the rubric that it carries over from the training steps before ``before``.
 
     Raises:
         DamagedRun: the table cannot be read.

@@ -43,7 +43,7 @@ class RunStore:
         self.write_table(table, step, key, made)
 
     def write_table(self, table: str, step: int, key: str, rows: pa.Table) -> None:
-        """As `write`."""
+        """Like `write`, for an Arrow table."""
         path = self.directory.part(table, step, key)
         (write_part if path.suffix == SUFFIX else write_parquet)(path, rows)
 
@@ -143,8 +143,8 @@ class PaidCalls:
     def rows(self, step: int, key: str, calls: Iterable[JudgeCall], table: str = "judge_calls") -> list[Row]:
         """Rows for the calls of a judge phase that is recorded under ``key`` of ``table``.
 
-        A cached reply that was paid for earlier in this step keeps its first row. Behind these rows are those of other
-        calls that an earlier process paid for.
+        A cached reply that was paid for earlier in this step keeps its first row. After these rows come those of
+        other calls that an earlier process paid for.
         """
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
         earlier = part_rows(self._store.directory, table, step, key)
