@@ -3,17 +3,17 @@
 python jobs/ablation.py [--steps 10] [--seeds 5] [--first-seed 0] [--every 2] [--settings "draco no-credit"]
                         [--runs-per-task 3] [--preset PRESET] [--root DIR] [--measured DIR] [--print-only]
 
-A run plays the held-out tasks before training, after every second step unless told, and after the last. It goes on
-where it was stopped, and after each run everything is printed from what there is: the settings after their last step,
-the same at equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in --measured. What was
-measured of a run is a small file there, and a run whose file is there is not run again; so a night's work can be
-several nights, and of several machines: the runs of one seed begin from one starter policy, those of another seed may
-begin from another. `--print-only` runs nothing.
+A run plays the held-out tasks before training, every --every steps and after the last step. An interrupted job
+continues where it was stopped. After each run all results so far are printed: the settings after their last step and at
+equal judge spend, and learning curves, which are also `curves.csv` and `curves.png` in --measured. The measurements of
+a run are a small file there, and a run with such a file is not repeated, so the work can be split over nights and
+machines. All runs of a seed start from the same starter policy; other seeds may start from another one. `--print-only`
+runs nothing.
 
-Equal spend: the judge's tokens at reference prices, summed over the steps of a run. For each seed the budget is what
-the cheapest of the settings that ask a judge spent in all its steps; of every other setting the last evaluated
-step counts whose run had spent no more. So nobody has spent more than another, and how much less is printed; a
-smaller ``--every`` makes that less. Settings that ask no judge have their last checkpoint.
+Equal spend: the judge's tokens at reference prices, summed over the steps of a run. For each seed the budget is the
+total of the cheapest setting with a judge; every other setting is compared at its last evaluated step within the
+budget. The spend of each is printed; a smaller ``--every`` brings them closer. Settings without a judge are compared at
+their last step.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Runs = Mapping[str, Mapping[int, Measured]]
 
 
 def budgets(runs: Runs) -> dict[int, float]:
-    """Seed -> dollars that every setting may have spent: all of the cheapest that asks a judge."""
+    """Seed -> budget in dollars: the total spend of the cheapest setting with a judge."""
     found: dict[int, float] = {}
     for of_setting in runs.values():
         for seed, measured in of_setting.items():
@@ -75,7 +75,7 @@ def row(name: str, seeds: Seeds, runs_per_task: int, cost: str) -> str:
 
 
 def print_differences(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> None:
-    """Every other setting minus the first, in each measure, over the seeds that both have, as Markdown."""
+    """Print each other setting minus the first, for every measure, over their common seeds, as Markdown."""
     first, *others = chosen
     found = {}
     for name in others:
@@ -97,14 +97,14 @@ def print_differences(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_
 
 
 def turns(interval: Interval) -> str:
-    """``-0.4 [-0.9, +0.1]``; the mean alone where nothing bounds it."""
+    """``-0.4 [-0.9, +0.1]``; the mean alone if the interval is unbounded."""
     if not math.isfinite(interval.low):
         return f"{interval.mean:+.1f}"
     return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
 
 
 def evaluated(runs: Runs, chosen: Mapping[str, Mapping[int, int]]) -> dict[str, Seeds]:
-    """Setting -> the evaluations of its seeds, of one step of each: setting -> seed -> step."""
+    """Setting -> evaluations of its seeds at the steps ``chosen`` (setting -> seed -> step)."""
     return {
         setting: [[runs[setting][seed].evaluations[step]] for seed, step in steps.items()]
         for setting, steps in chosen.items()
@@ -113,7 +113,7 @@ def evaluated(runs: Runs, chosen: Mapping[str, Mapping[int, int]]) -> dict[str, 
 
 
 def print_results(title: str, runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> None:
-    """A table of settings, each at the chosen step of each seed, and their differences to the first."""
+    """Print a table of settings, each at its seeds' chosen steps, and the differences to the first."""
     found = evaluated(runs, chosen)
     if not found:
         return
@@ -156,7 +156,7 @@ def print_curves(runs: Runs, runs_per_task: int) -> list[list[str | int | float]
 
 
 def write_curves(root: Path, rows: Sequence[Sequence[str | int | float]]) -> None:
-    """The learning curves as ``curves.csv`` and ``curves.png``: by step, and by what the judge had cost."""
+    """Write the learning curves, by step and by judge cost, to ``curves.csv`` and ``curves.png``."""
     with (root / "curves.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["setting", "step", "seeds", "tgc", "low", "high", "judge_dollars"])

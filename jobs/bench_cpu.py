@@ -1,12 +1,11 @@
-"""CPU seconds of a step by part, beside the least that its work takes, and the cores that an idle run takes.
+"""CPU seconds of a step by part, compared with the minimum for its work, and the cores that an idle run uses.
 
 python jobs/bench_cpu.py [KEY=VALUE ...] [--preset sandbox] [--only step|idle] [--seconds 60]
 
-The floor of a step with AppWorld is its cells executed again by AppWorld alone, in one process that has it loaded, and
-its token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling, forward
-and backward once for learning. The environment's part is what the machine was busy beyond the other parts,
-since its processes end with their tasks: nothing else may run. An idle run waits for a judge that does not answer, Ray
-alone for nothing.
+The floor of a step with AppWorld: its cells executed again in one process that has loaded AppWorld, and its token
+sequences through the same model in PyTorch on one thread, a forward pass for sampling and a forward and a backward pass
+for learning. The environment's processes end with their tasks, so its part is the machine's busy time minus the other
+parts: nothing else may run meanwhile. The idle run waits for a judge that does not answer.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from draco_ray.runs.directory import RunDirectory
 
 TRAIN = (sys.executable, "-m", "draco_ray.cli", "train")
 STEPS, STEP = 4, 3
-"""Steps of the measured run, and the one printed: the first ones compile and import, and while the last is learned
+"""Number of steps of the run, and the step that is printed: the first steps compile and import, and in the last one
 nothing is generated ahead."""
 PARTS = {
     "world_template": "environment",
@@ -78,13 +77,13 @@ print(time.process_time() - began)
 
 
 def part_of(process: psutil.Process, parent: str) -> str:
-    """The part of a process, or its parent's where its command line names none."""
+    """The part of a process; that of its parent if its command line names none."""
     words = " ".join(process.cmdline())
     return next((part for word, part in PARTS.items() if word in words), parent)
 
 
 def cpu_seconds(root: psutil.Process) -> dict[int, tuple[str, float]]:
-    """Process id -> (part, its CPU seconds), for all below ``root``."""
+    """Process id -> (part, CPU seconds), for ``root`` and its descendants."""
     found: dict[int, tuple[str, float]] = {}
 
     def visit(process: psutil.Process, parent: str) -> None:
@@ -101,7 +100,7 @@ def cpu_seconds(root: psutil.Process) -> dict[int, tuple[str, float]]:
 
 
 def spent(root: psutil.Process, seconds: float) -> Iterator[dict[str, float]]:
-    """Every ``seconds`` the CPU seconds by part since the last time; those of processes that ended are left out."""
+    """Yield CPU seconds by part since the last time, every ``seconds``, without processes that have ended."""
     before: dict[int, tuple[str, float]] = {}
     while True:
         time.sleep(seconds)
@@ -186,7 +185,7 @@ def appworld_alone(run: RunDirectory) -> float:
 
 
 def arithmetic(run: RunDirectory, sequences: Sequence[Sequence[int]]) -> float:
-    """CPU seconds of the least computing for these token sequences: two passes forward and one backward, one thread."""
+    """CPU seconds of two forward passes and a backward pass over these token sequences, on one thread."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -223,7 +222,7 @@ def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
 
 
 def bare_ray(actors: int) -> psutil.Popen:
-    """Start Ray with so many idle actors, each a process, as those of a run are."""
+    """Start Ray with this many idle actors, each a process, as in a run."""
     command = [sys.executable, "-c", BARE_RAY, str(actors)]
     return psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 

@@ -1,13 +1,14 @@
-"""Does the held-out judge see reward hacking before it costs? Print what was flagged and missed, and false alarms.
+"""Does a held-out judge notice reward hacking before it lowers TGC? Print flagged and missed runs, and false alarms.
 
 python jobs/bench_hacks.py [--seeds 20] [--steps 112] [--share 0.75]
 
-A tabular policy and judges by formula: no language model. For each task the policy is a softmax over four ways to play
-it: right, two kinds of faulty, and a hack. It is trained by the package's own reward and advantage in groups of six, 16
-groups a step, and watched by the package's tests. Half of the criteria are hard: even right play fails most of
-them. A judge with a hole passes the hack on all of these; held-out judges have none. Each judge errs on its own in 5 %
-of its verdicts. Every run is watched by five held-out judges, each by itself. In clean runs the judge has no hole, and
-the policy begins with the hack in 10 % of rollouts. The test's settings were chosen on seeds from 1000 on.
+The policy is a table and the judges are formulas: no language model. For each task the policy is a softmax over four
+ways to play it: right, two kinds of faulty, and a hack. It is trained with the package's own reward and advantage in
+groups of six, 16 groups a step, and watched by the package's drift tests. Half of the criteria are hard: even right
+play fails most of them. A judge with a hole passes the hack on all hard criteria; held-out judges have no hole. Each
+judge independently errs in 5 % of its verdicts. Each run is watched by five held-out judges separately. In clean runs
+the judge has no hole, and the policy begins with the hack in 10 % of rollouts. The settings of the tests were chosen on
+seeds from 1000 on.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ RATE = 0.03
 """Learning rate of the logits: a clean run's TGC doubles in 112 steps. A policy that learns faster is flagged later."""
 RIGHT, UNFINISHED, WRONG, HACK = range(4)
 HONEST = np.array([0.5, 0.25, 0.25])
-"""Probability of the ways to play at the start, besides the hack."""
+"""Initial probabilities of the other three ways to play, if the policy does not hack."""
 EASY_PASSED = np.array([0.95, 0.7, 0.8, 0.4])
 HARD_PASSED = np.array([0.45, 0.25, 0.3, 0.05])
-"""Probability that a rollout of this kind deserves to pass an easy and a hard criterion."""
+"""Way to play -> probability that a rollout deserves to pass an easy criterion, and a hard one."""
 LOST = 0.05
-"""Loss of TGC before which it should be flagged."""
+"""Loss of TGC before which a run should be flagged."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Judge:
     name: str
     start: float = 0.1
     hole: float | None = None
-    """Share of the easy criteria that the hack passes (the hard ones it always does); None: the judge has no hole."""
+    """Probability that the hack passes an easy criterion (it passes all hard ones); None: the judge has no hole."""
     errors: float = ERRORS
     waved: float = 0.0
-    """Share of rollouts, of any kind, that it passes on every criterion by mistake."""
+    """Share of rollouts, of any kind, that the judge passes on every criterion by mistake."""
     subtle: bool = False
-    """Whether the hack deserves as much as unfinished play; else less than any."""
+    """Whether the hack deserves to pass as often as unfinished play; otherwise it deserves it least of all."""
 
 
 HOLES = [
@@ -95,8 +96,8 @@ class Run:
     """For each held-out judge, the step after which a sign was first significant."""
     tgc: list[float]
     hacks: list[float]
-    """Mean probability of playing right, which is the expected TGC, and of the hack, before the first and after each
-    step."""
+    """``tgc`` and ``hacks``: mean probability of right play (the expected TGC) and of the hack, before the first step
+    and after each."""
     calls: int
     """Rollouts that each held-out judge scored."""
 
@@ -107,7 +108,7 @@ class Run:
         return int(below[0]) if len(below) else None
 
     def in_time(self, judge: int) -> bool:
-        """Whether it was flagged before 5 points were lost."""
+        """Whether a held-out judge flagged the run before 5 points were lost."""
         flagged, lost = self.flagged[judge], self.lost_at
         return flagged is not None and (lost is None or flagged < lost)
 
@@ -159,7 +160,7 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
 
 
 def _passed(rng: np.random.Generator, deserved_GK: np.ndarray, errors: float) -> np.ndarray:
-    """What a judge passes that errs in this share of its verdicts."""
+    """The passes of a judge that errs in the share ``errors`` of its verdicts."""
     return deserved_GK ^ (rng.random(deserved_GK.shape) < errors)
 
 
@@ -175,7 +176,7 @@ def main(
     first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0,
 ) -> None:
     """Train with each judge."""
-    print("| Judge | Lost 5 points at | Flagged | in time | after step | TGC, best, last | Hack, last |")
+    print("| Judge | Lost 5 points at | Flagged | in time | after step | TGC: first, best, last | Hack, last |")
     print(f"|{'---|' * 7}")
     runs = {}
     for judge in JUDGES:
@@ -190,7 +191,7 @@ def main(
             f"{hacks:.0%} |",
             flush=True,
         )
-    print(f"\n| Held-out judge | of {seeds * len(HOLES)} runs of the first six flagged | in time | of {seeds} clean |")
+    print(f"\n| Held-out judge | flagged of {seeds * len(HOLES)} with first six judges | in time | of {seeds} clean |")
     print(f"|{'---|' * 4}")
     holes, clean = [run for judge in HOLES for run in runs[judge]], runs[JUDGES[len(HOLES) + 2]]
     for each, name in enumerate(HELD_OUT):
@@ -200,7 +201,7 @@ def main(
     print(
         f"\n{steps} steps, {seeds} seeds from {first_seed} on; steps: median (last). In time: before {100 * LOST:.0f} "
         f"points of the best TGC so far were lost. A held-out judge scores {calls:.0f} of {GROUPS * ROLLOUTS} "
-        "rollouts a step. The first table's is like the judge without its hole. A tabular policy and judges by "
+        "rollouts a step. The first table has the first held-out judge. A tabular policy and judges by "
         "formula: no language model."
     )
 

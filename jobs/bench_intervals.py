@@ -1,8 +1,8 @@
-"""Print how often the 95 % intervals of evaluations hold the truth, and how wide they are, beside other methods.
+"""Print how often evaluations' 95 % intervals contain the true value, and their width, compared with other methods.
 
 python jobs/bench_intervals.py [--repeats 1000] [--only rates|differences|seeds|agreement]
 
-Each line simulates evaluations of scenarios of three tasks, three runs each, from known chances: a logistic model with
+Each line simulates evaluations of scenarios of three tasks, three runs each, from known rates: a logistic model with
 effects of scenario, task, checkpoint and training seed. The truth is the mean over 100,000 scenarios (or seeds) of the
 same model. Coverage below 93 is marked.
 """
@@ -89,7 +89,7 @@ Bounds = tuple[float, float]
 
 
 def population(random: np.random.Generator, design: Design, scenarios: int) -> FloatArray:
-    """Log-odds of the tasks of so many scenarios, shape (scenarios, tasks)."""
+    """Log-odds of the tasks of this many scenarios, shape (scenarios, tasks)."""
     scenario_S1 = random.normal(0, design.scenario, (scenarios, 1))
     return np.asarray(design.center + scenario_S1 + random.normal(0, design.task, (scenarios, TASKS)))
 
@@ -103,9 +103,9 @@ def play(random: np.random.Generator, design: Design, task_ST: FloatArray, seeds
 
 
 def truth_of(design: Design, k: int, whole: bool, shift: float = 0.0) -> float:
-    """pass^k over all scenarios and all training seeds there could be."""
+    """The true pass^k, over all possible scenarios and training seeds."""
     random = np.random.default_rng(1)
-    # Each scenario meets a training seed of its own: the mean is the same, and needs fewer draws.
+    # Draw a training seed for each scenario: the mean is the same, and needs fewer draws.
     task_ST = population(random, replace(design, scenario=math.hypot(design.scenario, design.seed)), TRUTH)
     return float(values(play(random, replace(design, seed=0.0), task_ST + shift), k, whole).mean())
 
@@ -181,7 +181,7 @@ def differences(repeats: int) -> None:
 
 
 def seeds(repeats: int) -> None:
-    """Several training seeds of one setting: the interval is to be one over trainings as well."""
+    """Several training seeds of one setting: the interval should cover differences between trainings, too."""
     for many in (2, 3, 5):
         heading(f"{many} training seeds, {repeats} simulated evaluations per line", ("scenarios only", OURS))
         for scenarios, design in itertools.product(SCENARIOS, SEEDED):
@@ -228,7 +228,7 @@ def grades(random: np.random.Generator, slip: float, spread: float, groups: int)
 
 
 def mean_of(value_GST: FloatArray, design: Design) -> ClusteredMean:
-    """The values, shape (seeds, scenarios, tasks), as evaluations give them."""
+    """The mean of values of shape (seeds, scenarios, tasks), computed as for evaluations."""
     _, scenarios, tasks = value_GST.shape
     names = [f"{scenario}_{task}" for scenario in range(scenarios) for task in range(tasks)]
     by_seed = [dict(zip(names, value_ST.ravel().tolist(), strict=True)) for value_ST in value_GST]
@@ -245,7 +245,7 @@ def heading(title: str, methods: Sequence[str], clusters: str = "scenarios") -> 
 
 
 def line(scenarios: int, population_name: str, name: str, truth: float, found: Sequence[Sequence[Bounds]]) -> None:
-    """One line: of each method the share of intervals that hold the truth, and their mean width, in points."""
+    """Print a line: for each method the share of intervals that contain the truth, and their mean width in points."""
     cells = [str(scenarios), population_name, name, f"{100 * truth:.1f}"]
     held_by = SUMMARY[-1][-1].setdefault(scenarios, [])
     held_by.append([])
@@ -259,7 +259,7 @@ def line(scenarios: int, population_name: str, name: str, truth: float, found: S
 
 
 def summary() -> None:
-    """The least and the mean coverage of each table, by number of clusters."""
+    """Print the lowest and the mean coverage of each table, by number of clusters."""
     print("\n### Lowest (mean) share of intervals that contain the true value, over the lines of each table, in %\n")
     print("| table | clusters | percentile | Student | Wilson | scenarios only | ours |\n|---|---|---|---|---|---|---|")
     for title, clusters, methods, held in SUMMARY:

@@ -1,17 +1,17 @@
-"""What do the judge's plans cost, and what do they teach? Train on the sandbox under each, print both, paired.
+"""What do the judge's plans cost, and how much is learned with them? Train on the sandbox under each and print both.
 
 python jobs/bench_judge_plans.py [--plans "paper lean"] [--seeds 3] [--first-seed 0] [--steps 10] [--root DIR]
                                  [--measured DIR] [--print-only]
 python jobs/bench_judge_plans.py --rejudge RUN [--visits 4] [--groups 8] [--judge files:DIR] [--out FILE.json]
 
-Beside the table: seconds of a step as a multiple of its critical path, since merged questions wait for the group.
+Below the table: a step's duration as a multiple of its critical path, since merged questions wait for the whole group.
 
-Goes on where it was stopped; what was measured of a run is a small file in --measured. The rule judge answers merged
-questions as well as single ones: the tables show plumbing and cost, not how well an LLM answers them.
+The job continues where it was stopped; the measurements of a run are a small file in --measured. The rule judge answers
+merged questions as well as single ones, so the tables show cost, and that the plans work, but no LLM's quality.
 
 ``--rejudge`` trains nothing: groups that a run recorded are judged under each plan, as if their tasks came ``--visits``
 times with the same rollouts. With ``--judge files:DIR`` the prompts of each plan are files in DIR/<plan>, for a real
-judge to answer, and the command goes on as replies appear; ``--out`` takes rewards and cited steps of both.
+judge to answer, and the command continues as replies appear. Rewards and step advantages are written to ``--out``.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from draco_ray.runs.rows import step_trajectories
 from draco_ray.training.session import static_criteria
 
 CHARACTERS_PER_TOKEN = 4
-"""As the rule judge's server counts."""
+"""The same as in the rule judge's server."""
 Cell = tuple[str, int]
 """(plan, seed)."""
 
 
 def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int) -> None:
-    """A line a plan over the seeds that all have, and the other plans less the first, as Markdown."""
+    """Print a line per plan over their common seeds, with the difference to the first plan, as Markdown."""
     by_plan = {plan: {seed: each for (of, seed), each in found.items() if of == plan} for plan in plans}
     shared = sorted(set.intersection(*(set(each) for each in by_plan.values())))
     if not shared:
@@ -92,8 +92,8 @@ def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int)
 def step_over_bound(run: RunDirectory) -> float:
     """Ratio of the steps' durations to their critical paths (`critical_path.py`), without a run's first step.
 
-    The run recorded when the learner was busy, not with which group: its time is divided by the groups' tokens, with
-    nothing for the updates, so that the path is no longer than it was.
+    A run records when the learner was busy, but not with which group. So its time is divided among the groups in
+    proportion to their tokens, with nothing for the updates; the path is then at most as long as the true one.
 
     Raises: ConfigError: see `read_run`.
     """
@@ -129,7 +129,7 @@ def step_over_bound(run: RunDirectory) -> float:
 
 
 def print_bounds(runs: Mapping[str, Sequence[Path]]) -> None:
-    """Print a line for each plan: `step_over_bound` of its runs that are in this folder."""
+    """Print a line for each plan: `step_over_bound` of those of its runs that exist."""
     for plan, folders in runs.items():
         try:
             found = [step_over_bound(RunDirectory.open(each)) for each in folders if (each / "config.yaml").is_file()]
@@ -142,7 +142,7 @@ def print_bounds(runs: Mapping[str, Sequence[Path]]) -> None:
 
 
 def with_plan(config: DracoConfig, plan: str) -> DracoConfig:
-    """A recorded configuration under another plan."""
+    """A recorded configuration with another plan."""
     keys = {(section, key) for values in PLANS.values() for section, part in values.items() for key in part}
     standard: dict[str, Any] = {"judge": JudgeConfig(), "algorithm": AlgorithmConfig()}
     chosen: dict[str, dict[str, Any]] = {"judge": {"plan": plan}, "algorithm": {}}
@@ -152,14 +152,14 @@ def with_plan(config: DracoConfig, plan: str) -> DracoConfig:
 
 
 class Counted:
-    """A completer that counts tokens by characters, and answers a task's stage1 once where the plan keeps it."""
+    """A completer that counts tokens by characters, and repeats a task's stage1 reply if the plan keeps it."""
 
     def __init__(self, complete: Completer) -> None:
         self._complete = complete
         self._kept: dict[str, Completion] = {}
 
     async def __call__(self, request: Request) -> Completion:
-        """The reply; one that was kept cost nothing."""
+        """The reply; a kept one counts no request."""
         asked = "".join(message.content for message in request.messages)
         if asked in self._kept:
             return replace(self._kept[asked], requests=0)
@@ -175,11 +175,11 @@ class Counted:
         await self._complete.forget(request)
 
     async def check(self) -> None:
-        """Nothing is checked."""
+        """Do nothing."""
 
 
 class Rejudged:
-    """What one plan made of recorded groups: stands for judge pool and run store of a pipeline."""
+    """The results of a plan on recorded groups; stands in for a pipeline's judge pool and run store."""
 
     def __init__(self, config: DracoConfig, complete: Completer) -> None:
         self._judge = Judge(Counted(complete), prompts_of(config.judge), config.judge)
@@ -202,7 +202,7 @@ class Rejudged:
 
     @property
     def store(self) -> Any:
-        """Keeps a group's advantages."""
+        """A run store that keeps only the groups' advantages."""
         nothing = SimpleNamespace(remote=lambda *given: asyncio.sleep(0))
         return SimpleNamespace(
             trajectory=nothing,
@@ -250,7 +250,7 @@ async def rejudge(
 
 
 def recorded_groups(run: RunDirectory, most: int, size: int) -> dict[str, Sequence[Trajectory]]:
-    """The first groups of a run that lost no rollout, one a task."""
+    """The first groups of a run without lost rollouts, one per task."""
     found: dict[str, Sequence[Trajectory]] = {}
     for step in run.steps():
         for task_id, rollouts in sorted(step_trajectories(run, step).items()):

@@ -1,9 +1,9 @@
-"""How much CPU does a judge call take on the client's side? Ours beside others, in one run, against a canned server.
+"""CPU time of a judge call on the client's side: ours compared with others, against a server with canned replies.
 
 python jobs/bench_judge_throughput.py [--calls 400] [--at-once 32]
 
 Every client runs in a process of its own and asks about the same trace of some 25,000 characters; the server, on the
-loopback interface, answers at once with what the client can read. CPU time is the client process's, user and system,
+loopback interface, answers at once in the client's format. CPU time is the client process's, user and system,
 after a warm-up. Ours renders the prompt, asks by LiteLLM, and reads and checks the verdicts; the bare loop and LiteLLM
 send a fixed prompt and parse the reply's JSON. RULER asks once about four traces, the others once a trace.
 """
@@ -58,7 +58,7 @@ def reply_for(client: str) -> str:
 
 
 class Canned(BaseHTTPRequestHandler):
-    """Answers every POST with the reply of the client that its path names."""
+    """Answers every POST with the canned reply for the client that its path names."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -84,7 +84,7 @@ class Canned(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Do not log requests."""
 
 
 def ours(base: str) -> Ask:

@@ -10,10 +10,11 @@ is driven through its public interface (`GRPOTrainer.train` with a `rollout_func
 the settings of `trl_side`; `make bench-learner` gives it an environment of its own. Losses, gradient norms and the
 adapters after the update are compared, so that the faster side cannot be faster by computing something else.
 
-TRL pads to the longest sequence of a generation batch. It plays twice: with one generation batch, its default, and with
-one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it plays a
-third time with them, everything is in bfloat16, memory is the GPU's, a side that fails is named and left out, and the
-medians are added to gpu_check.py's result file (`make bench-learner-gpu`). Without a GPU it then says so and ends well.
+TRL pads to the longest sequence of a generation batch. It is measured with one generation batch, its default, and with
+one per group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it is
+also measured with them, everything is in bfloat16, memory is the GPU's, a side that fails is reported and left out, and
+the medians are added to gpu_check.py's result file (`make bench-learner-gpu`). Without a GPU that is a message and exit
+code 0.
 
 The packed PEFT loop is what one writes by hand instead of using a trainer (`peft_side`): PEFT and a transformers model,
 sequences packed into rows without padding, and logits of the sampled tokens only.
@@ -49,13 +50,13 @@ CELLS = {
     "equal": (5, 5, 5, 5, 5, 5, 5, 5),
     "long": (16, 24, 24, 32, 40, 48, 64, 96),
 }
-"""Turns of each rollout. TRL pads every sequence to the longest of the batch, which costs nothing in the second."""
+"""Turns of each rollout. TRL pads every sequence to the longest of the batch, which costs nothing in ``equal``."""
 REWARDS = (1.0, 0.2, -0.4, 0.6, -1.0, 0.8, 0.1, -0.3)
 REWARD_EPSILON = 1e-4
 """TRL's epsilon on the group's standard deviation."""
 
 SHAPES = {
-    # A sixteenth of Qwen3.6-27B's width, and as much of a forward pass in the LM head: a twentieth.
+    # A sixteenth of Qwen3.6-27B's width; the LM head has the same share of a forward pass, a twentieth.
     "27b": {
         "vocab_size": 3584,
         "hidden_size": 320,
@@ -85,7 +86,7 @@ SHAPES = {
         "num_key_value_heads": 3,
         "head_dim": 64,
     },
-    # The first's layers at their real width, an eighth of them and of the words: for a GPU.
+    # For a GPU: layers of Qwen3.6-27B at their real width, an eighth of its layers and vocabulary.
     "27b-layers": {
         "vocab_size": 31040,
         "hidden_size": 5120,
@@ -96,11 +97,11 @@ SHAPES = {
         "head_dim": 256,
     },
 }
-"""Of the random models."""
+"""Name -> configuration of a random model."""
 ON_CPU = ("27b", "small", "smollm2"), ("ragged", "equal")
 """Default shapes and cells on a CPU with two cores."""
 FIRST_WORDS = 128
-"""Token ids of the rollouts are below: each model has so many."""
+"""The rollouts use only token ids below this, which every model has."""
 RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
 SIDES = {
     "draco": "draco-ray",
@@ -111,7 +112,7 @@ SIDES = {
 }
 GPU_ONLY = "trl_liger"
 LARGEST_GAP, LEAST_COSINE = 0.01, 0.99
-"""Relative difference of losses and gradient norms, and cosine of the adapter's changes, that rounding explains."""
+"""Maximum relative difference of losses and gradient norms, and minimum cosine of adapter changes, by rounding."""
 MIB = 2**20
 
 
@@ -132,11 +133,11 @@ class Update:
     seconds: float
     cpu_seconds: float
     loaded_mib: float
-    """Resident memory right before the update; on a GPU what tensors take of its memory."""
+    """Resident memory right before the update; on a GPU, memory of tensors."""
     peak_mib: float
     """Peak memory during the update."""
     computed_tokens: int
-    """Of a forward pass over the batch, padding included."""
+    """Tokens of a forward pass over the batch, padding included."""
     loss: float
     grad_norm: float
 
@@ -190,7 +191,7 @@ def build_model(folder: Path, shape: dict[str, int], dtype: str = "float32") -> 
 
 
 def learner_config(rollouts: Sequence[Rollout]) -> Any:
-    """Ours: the defaults, with one longest sequence a forward pass."""
+    """Our configuration: the defaults, with forward passes of the longest rollout's length."""
     from draco_ray.config.schema import LearnerConfig
 
     return LearnerConfig(
@@ -204,7 +205,7 @@ def learner_config(rollouts: Sequence[Rollout]) -> Any:
 
 
 def build_adapter(model: Path, file: Path, dtype: Any = "float32") -> None:
-    """Save values for the adapter that differ from the base model, or there would be no KL to compare."""
+    """Save adapter values that change the base model, so that there is a KL to compare."""
     import torch
     from safetensors.numpy import save_file
 
@@ -291,7 +292,7 @@ def draco_side(folder: Path, rollouts: Sequence[Rollout], device: str = "cpu") -
             )
         )
     if device == "cuda":
-        # As on the other sides, whose kernels are loaded when the update begins.
+        # Load kernels before the update, as on the other sides.
         learner.token_logprobs(samples[0].token_ids_T)
     before = mark(device)
     learner.accumulate(samples)
@@ -310,14 +311,14 @@ def trl_side(
 ) -> tuple[Update, dict[str, Any]]:
     """One update of TRL's `GRPOTrainer`; returns its cost and the adapter after it.
 
-    Its defaults, gradient checkpointing and the LM head fused with the log-probs included, with our hyperparameters:
-    the reference is the model without the adapter, and as an update is a whole number of generation batches it computes
-    no old log-probs of its own, as we do not. The loss is the mean over all tokens: "dapo" with one generation batch;
-    with one a group (`grouped`) that would be a mean of the groups' means, and "dr_grpo" divides the sum by a constant.
+    TRL's defaults (with gradient checkpointing, and the LM head fused with the log-probs) and our hyperparameters. The
+    reference is the model without the adapter. An update is a whole number of generation batches, so that TRL computes
+    no old log-probs, as we do not. The loss is the mean over all tokens: "dapo" with one generation batch. With one per
+    group (`grouped`) that would be a mean of group means, so there "dr_grpo" divides the sum by a constant.
     """
     from trl import import_utils
 
-    # It would import vLLM where that is installed, and be charged for its memory.
+    # TRL would import vLLM if it is installed, and its memory would count.
     import_utils.is_vllm_available = lambda *_, **__: False
 
     from datasets import Dataset
@@ -331,7 +332,7 @@ def trl_side(
     losses: list[float] = []
 
     def recorded(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-        """TRL's seam for rollouts that it did not sample itself; the update begins when it first returns."""
+        """TRL's hook for rollouts from elsewhere; the update begins when this first returns."""
         asked = [rollouts[GROUP * int(group) + number] for group in dict.fromkeys(prompts) for number in range(GROUP)]
         answer: dict[str, list[Any]] = {
             "prompt_ids": [rollout.token_ids[:PROMPT_TOKENS] for rollout in asked],
@@ -370,7 +371,7 @@ def trl_side(
             gradient_accumulation_steps=len(rollouts) // batch,
             steps_per_generation=together // batch,
             num_generations=GROUP,
-            # What "dr_grpo" divides by, for each sequence; nothing is generated.
+            # Only the divisor of "dr_grpo" for each sequence, because nothing is generated.
             max_completion_length=sampled // len(rollouts) if grouped else max(lengths),
             shuffle_dataset=False,
             max_steps=1,
@@ -418,7 +419,7 @@ def trl_side(
 
 
 def packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Rows of rollouts, in order, each with as many as fit into the tokens of the longest one."""
+    """Rollouts packed into rows, in order; a row has at most as many tokens as the longest rollout."""
     longest = max(len(rollout.token_ids) for rollout in rollouts)
     rows: list[list[Rollout]] = [[]]
     for rollout in rollouts:
@@ -477,7 +478,7 @@ def peft_side(folder: Path, rollouts: Sequence[Rollout], device: str = "cpu") ->
         with torch.no_grad(), model.disable_adapter():
             reference_V = row_logprobs(model, row, device)
         logprob_V = row_logprobs(model, row, device)
-        # On the policy that sampled, clipping the ratio changes nothing.
+        # The ratio is 1 here, so clipping would change nothing.
         ratio_V = (logprob_V - logprob_V.detach()).exp()
         difference_V = reference_V - logprob_V
         kl_V = difference_V.exp() - difference_V - 1
@@ -496,7 +497,7 @@ def peft_side(folder: Path, rollouts: Sequence[Rollout], device: str = "cpu") ->
 
 
 def run_side(side: str, cell: str, folder: Path, batch: int, out: Path, device: str) -> None:
-    """In a process of its own: one update, its cost as JSON, and the adapter it led to."""
+    """Run one update in this process; write its cost as JSON, and the resulting adapter."""
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -528,7 +529,7 @@ def cosine(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
 
 
 def table(title: str, cell: str, updates: dict[str, list[Update]]) -> str:
-    """All sides, and our share of each other one's: medians over the repetitions."""
+    """All sides, and our value relative to each other side's: medians over the repetitions."""
     rollouts = workload(CELLS[cell])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     rows: list[tuple[str, Callable[[Update], float], str]] = [
@@ -557,8 +558,8 @@ def table(title: str, cell: str, updates: dict[str, list[Update]]) -> str:
 
 
 def agreement(cell: str, updates: dict[str, list[Update]], folder: Path, *, exact: bool = True) -> str:
-    """How near the updates are to ours; where they are not the same up to rounding that is said, and ends the program
-    where it rounds little (`exact`)."""
+    """How close the other sides' updates are to ours. A difference beyond rounding is reported; with ``exact`` it ends
+    the program."""
     ours = updates["draco"][0]
     step = moved(folder / f"{cell}-draco-0.npz", folder / "adapter.safetensors")
     lines = []

@@ -1,9 +1,9 @@
-"""How much of a token limit the judge's limiter lets through, and whether any minute holds more, by simulation.
+"""Simulate the judge's limiter: what share of a token limit it uses, and whether any minute exceeds the limit.
 
 python jobs/bench_limiter.py [--seeds 10] [--minutes 40] [--limits 300000 ...] [--judges usual ...]
 
 `draco_ray.judging.limiter.WaitingLine` serves groups that judge one phase after the other, on an event loop whose clock
-jumps to the next event. There is always somebody who waits.
+jumps to the next event. Some request is always waiting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS = {
 }
 """Minimum and maximum prompt length, in tokens, for trajectories of 2,000 to 20,000."""
 REPLIES = {"stage1": (6.9, 0.3), "stage2": (6.3, 0.6), "union": (7.6, 0.3), "score": (7.6, 0.4), "credit": (7.3, 0.5)}
-"""Mean and standard deviation of the logarithm of a reply's tokens, as of the rule judge and the paper."""
+"""Mean and standard deviation of the logarithm of a reply's tokens, from the rule judge and the paper."""
 SETTLED_MINUTES = 20
 
 
@@ -48,11 +48,11 @@ class Sent(NamedTuple):
 
 
 Length = Callable[[random.Random, str, int], int]
-"""Tokens of a reply, by its phase and how many were written before it."""
+"""(random numbers, phase, number of earlier replies) -> tokens of a reply."""
 
 
 def usual(dice: random.Random, phase: str, before: int) -> int:
-    """Some hundred to some thousand tokens with a long tail."""
+    """Hundreds to thousands of tokens, with a long tail."""
     return int(dice.lognormvariate(*REPLIES[phase]))
 
 
@@ -74,7 +74,7 @@ def running_away(dice: random.Random, phase: str, before: int) -> int:
 
 
 def running_away_at_times(dice: random.Random, phase: str, before: int) -> int:
-    """Nothing out of the ordinary for 300 replies; then in every 200 a hundred of which one in thirty is cut."""
+    """400 `usual` replies, then 100 `running_away` and 100 `usual` ones in turn."""
     return (running_away if before >= 300 and before % 200 < 100 else usual)(dice, phase, before)
 
 
@@ -84,7 +84,7 @@ JUDGES: dict[str, Length] = {
 
 
 class _Jump(selectors.SelectSelector):
-    """Does not wait: its clock jumps."""
+    """A selector whose clock jumps by the timeout instead of waiting."""
 
     now = 1000.0
 
@@ -94,7 +94,7 @@ class _Jump(selectors.SelectSelector):
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop on which every wait is over at once, and no time passes otherwise."""
+    """An event loop whose clock advances only by waits, which end at once."""
 
     def __init__(self) -> None:
         self._jump = _Jump()
@@ -106,7 +106,7 @@ class JumpingLoop(asyncio.SelectorEventLoop):
 
 
 def simulate(limit: float, length: Length, *, minutes: float, seed: int) -> list[Sent]:
-    """What was sent under a token limit, in order; seconds begin at 0."""
+    """The requests sent under a token limit, in order; the time starts at 0."""
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(_judge(limit, length, minutes * 60.0, random.Random(seed)))
 
@@ -129,7 +129,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
 
     async def group() -> None:
         while True:
-            # Long rollouts make every prompt of their group long, and their language is much the same.
+            # All prompts of a group are about as long, and have about as many bytes per token.
             share, bytes_per_token = dice.random(), dice.uniform(3.7, 4.3)
             for rank, (phase, calls) in enumerate(PHASES):
                 low, high = PROMPTS[phase]
@@ -151,7 +151,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
 
 
 def fullest(sent: Sequence[Sent]) -> int:
-    """Tokens of the fullest minute; what left a minute after another to the microsecond is in the next."""
+    """Tokens of the fullest minute; requests a minute apart, to the microsecond, are not in the same minute."""
     ends = [0, *itertools.accumulate(each.tokens for each in sent)]
     times = [each.at for each in sent]
     return max(
@@ -161,7 +161,7 @@ def fullest(sent: Sequence[Sent]) -> int:
 
 
 def share(sent: Sequence[Sent], limit: float, first: float, last: float) -> float:
-    """Of the limit, used from minute ``first`` to minute ``last``."""
+    """Share of the limit that is used from minute ``first`` to minute ``last``."""
     return sum(each.tokens for each in sent if 60 * first <= each.at < 60 * last) / (limit * (last - first))
 
 
@@ -183,8 +183,8 @@ def main() -> None:
     parser.add_argument("--judges", nargs="+", choices=JUDGES, default=list(JUDGES))
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    print(f"{arguments.seeds} runs of {arguments.minutes:g} minutes each; of the limit, mean (least); fullest minute")
-    print(f"| tokens a minute | replies | first {SETTLED_MINUTES} minutes | later | fullest minute | runs above it |")
+    print(f"{arguments.seeds} runs of {arguments.minutes:g} minutes each; shares of the limit: mean (lowest)")
+    print(f"| tokens a minute | replies | first {SETTLED_MINUTES} minutes | later | fullest minute | runs over limit |")
     print("|---:|---|---|---|---:|---:|")
     with ProcessPoolExecutor(arguments.processes) as pool:
         rows = {

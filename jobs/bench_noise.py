@@ -1,15 +1,15 @@
-"""How wrong may a judge be? Train on the sandbox with a rule judge that is wrong in known shares, print what is left.
+"""How wrong may a judge be? Train in the sandbox with a rule judge of known error rates; print how much gain is left.
 
 python jobs/bench_noise.py [--settings "draco no-credit"] [--noises "none,wrong step 40%"] [--seeds 3]
                            [--first-seed 0] [--steps 10] [--root DIR] [--measured DIR] [--print-only]
 python jobs/bench_noise.py --settings "draco calibrated no-credit" --seeds 6
                            --noises "none,GPT-5.2-Thinking,Qwen3-30B-Thinking,Llama-3.3-70B"
 
-Every kind of error alone, in growing shares, and the shares of real judges: of the paper's self-judge, and of a strong,
-a medium and a weak one, under which the setting `calibrated` is the paper's rule mixed with no credit by the judge's
-reliability. A night's work on two cores: it goes on where it was stopped, and after each run prints its table from what
-there is, which is also `noise.csv` and `noise.png` in --measured; what was measured of a run is a small file there, and
-a run whose file is there is not run again. `--print-only` runs nothing.
+Each kind of error alone, at growing rates, and the rates of real judges: of the paper's self-judge, and of a strong, a
+medium and a weak judge. With these three the setting `calibrated` mixes the paper's rule with no credit according to
+the judge's reliability. It takes a night on two cores. An interrupted job continues where it was stopped. After each
+run it prints the table of all runs so far, also as `noise.csv` and `noise.png` in --measured. The measurements of a run
+are a small file there, and a run with such a file is not repeated. `--print-only` runs nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NOISES: dict[str, Mapping[str, float]] = {
     "Qwen3-30B-Thinking": {"false_pass": 0.615, "false_fail": 0.110, "wrong_step": 0.135},
     "Llama-3.3-70B": {"false_pass": 0.904, "false_fail": 0.021, "wrong_step": 0.286},
 }
-"""What is wrong, by name; the second is what the paper's self-judge got wrong of the frontier judge's verdicts."""
+"""Name -> error rates; the second are those of the paper's self-judge, compared with the frontier judge."""
 RELIABILITY = {"none": 1.0, "GPT-5.2-Thinking": 0.970, "Qwen3-30B-Thinking": 0.778, "Llama-3.3-70B": 0.0}
 """`algorithm.reliability` of a judge, for the setting `CALIBRATED`: error-free, strong, medium and weak."""
 CALIBRATED = "calibrated"
@@ -86,7 +86,7 @@ def rule_words(setting: str, noise: str) -> tuple[str, tuple[str, ...], str]:
 
 
 def noticed(noise: Mapping[str, float], preset: str, setting: str) -> Mapping[str, float]:
-    """What of it a setting can notice: one that makes no credit call gets no step named, and so no wrong one."""
+    """The part of a noise that affects a setting: without credit calls no step is cited, so none is wrong."""
     if find_rule(load_config(preset, setting=setting).algorithm.rule).cites:
         return noise
     return {name: share for name, share in noise.items() if name != "wrong_step"}
@@ -103,19 +103,19 @@ class Left:
     """TGC after training."""
     gain: Interval
     kept: float | None
-    """Its share of the gain under a judge that is right, of the seeds that both have; None where there is none."""
+    """Gain / gain under an error-free judge, over common seeds; None without such seeds or gain."""
     against_right: Interval | None
-    """TGC less that under a judge that is right, paired by task, over the same seeds."""
+    """TGC minus TGC under an error-free judge, paired by task, over common seeds."""
 
 
 def what_is_left(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs: int) -> list[Left]:
-    """A line a noise and setting that was run, in this order. ``runs``: evaluation rollouts a task."""
+    """A line per noise and setting that was run, in this order. ``runs``: evaluation rollouts per task."""
     lines = []
     for noise in noises:
         for setting in settings:
             here, right = of_setting(found, noise, setting), of_setting(found, "none", setting)
             if not here or (noise != "none" and here == {seed: right.get(seed) for seed in here}):
-                continue  # Not run, or a noise of which this setting notices nothing.
+                continue  # Not run, or the noise does not affect this setting.
             shared = [] if noise == "none" else sorted(here.keys() & right.keys())
             kept, against = None, None
             if shared:
@@ -137,7 +137,7 @@ def of_setting(found: Mapping[Cell, Measured], noise: str, setting: str) -> dict
 
 
 def print_table(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs: int) -> list[Left]:
-    """What is left of the gain, and each setting's TGC less the last's, as Markdown. Returns the former."""
+    """Print what is left of the gain, which is returned, and each setting's TGC minus the last one's, as Markdown."""
     lines = what_is_left(found, noises, settings, runs)
     print(f"\n| Judge | Setting | Seeds | TGC | Gain | Kept | {AGAINST} |\n|{'---|' * 7}")
     for each in lines:
@@ -199,12 +199,12 @@ def after_training(runs: list[Measured], runs_per_task: int) -> Measure:
 
 
 def before_training(runs: list[Measured], runs_per_task: int) -> Measure:
-    """The same before their first."""
+    """TGC of these runs before their first step."""
     return rate([[run.evaluations[0]] for run in runs], runs_per_task, scenarios=True)
 
 
 def difference(first: Measure, second: Measure) -> Interval:
-    """TGC of the first less the second's, paired by task."""
+    """TGC of the first minus TGC of the second, paired by task."""
     return paired_difference(first, second)[0]
 
 

@@ -3,9 +3,9 @@
 python jobs/bench_overlap.py [--world DIR] [--model DIR] [--cells "balanced judge-bound"] [--repeats 1]
 
 The pipeline, Ray, the agent loop, AppWorld, the judge's client and HTTP server, the advantages and the run store are
-real. The policy engine and the learner are stand-ins of a given speed (`paced.py`), and the rule judge is told how long
-a reply takes, so that one machine shows any ratio of generation, judging and learning. Weight sync and checkpoint come
-after a step in either way of working and are left out. `critical_path.py` says what the bound is.
+real. The policy engine and the learner are stand-ins of a given speed (`paced.py`), and the rule judge has a given
+latency, so that one machine shows any ratio of generation, judging and learning. Weight sync and checkpoint follow the
+step in both modes and are left out. `critical_path.py` defines the bound.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ FAULTS: tuple[frozenset[Fault], ...] = (
     frozenset({Fault.PRINT_SECRET}),
     frozenset({Fault.REPEAT_FAILING_CALL, Fault.NO_COMPLETION}),
 )
-"""Of the scripts: the verdicts of a group must differ, or nothing is left to credit."""
+"""Faults of the scripts; without them all verdicts of a group would agree, and there would be nothing to credit."""
 LENGTHS = (0, 0, 0, 0, 1, 1, 2, 6)
 """Lines of thought that a script adds to each of its cells: a few rollouts are several times as long as most."""
 THOUGHT = "# I look at this once more before I go on."
@@ -78,13 +78,13 @@ class Cell:
     learner: float
     """Sampled tokens a second."""
     prompts: int = 6
-    """Of the step."""
+    """Prompts of the step."""
     updates: int = 2
-    """Minibatches that they make."""
+    """Minibatches, and so updates, of the step."""
 
     @property
     def minibatch(self) -> int:
-        """Prompts an update."""
+        """Prompts per update."""
         return self.prompts // self.updates
 
 
@@ -97,7 +97,7 @@ CELLS = {
         Cell(name="judge-bound", engine=300.0, judge=4.0, learner=4000.0),
         Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, updates=1),
         Cell(name="wide", engine=200.0, judge=2.0, learner=1500.0, prompts=16, updates=1),
-        # Half an hour on two cores with its work phase by phase: only where it is named.
+        # With phase by phase it takes half an hour on two cores, so it must be named to run.
         Cell(name="256-groups", engine=200.0, judge=2.0, learner=1500.0, prompts=256, updates=4),
     )
 }
@@ -107,7 +107,7 @@ MIB = 2**20
 
 
 def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, ...]:
-    """Every fault at every length; no two begin with the same turn."""
+    """A script for every fault and length; no two begin with the same turn."""
     made: list[Script] = []
     for length in LENGTHS:
         for faults in FAULTS:
@@ -122,7 +122,7 @@ def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, .
 
 
 def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
-    """What the engine says to these tasks."""
+    """The scripts that the engine says for these tasks."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
@@ -140,11 +140,11 @@ def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
 
 
 BEFORE = {"stage2": "run", "union": "stage2", "score": "union", "credit": "score"}
-"""A phase, or a rollout's ``run``, -> that which must be over."""
+"""Phase -> the phase (``run``: the rollouts) that must have ended for all groups before it begins."""
 
 
 class Barriers:
-    """Nobody begins a phase before everybody has ended the one before it."""
+    """Let a phase begin only when the phase before it has ended for all groups."""
 
     def __init__(self, prompts: int, group_size: int) -> None:
         rollouts = prompts * group_size
@@ -163,7 +163,7 @@ class Barriers:
 
 
 class Held:
-    """A pool whose phases wait at barriers; stage1 goes on beside the rollouts."""
+    """A pool whose phases wait at barriers; stage1 runs during the rollouts."""
 
     def __init__(self, pool: Any, barriers: Barriers) -> None:
         self._pool = pool
@@ -180,7 +180,7 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A step that ran."""
+    """Measurements of a step."""
 
     seconds: float
     groups: list[Group]
@@ -189,13 +189,13 @@ class Measured:
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """Seconds in which some rollout, some judge phase, the learner were at work."""
+        """Seconds in which at least one rollout ran, at least one judge phase ran, and the learner worked."""
         learner = sum(task.seconds for task in self.learned)
         return busy_seconds(generation_intervals(self.groups)), busy_seconds(judge_intervals(self.groups)), learner
 
     @property
     def early(self) -> int:
-        """Groups that the learner was done with, as far as the first update lets it, before the last rollout ended."""
+        """Number of groups that the learner processed before its first update and before the last rollout ended."""
         last = max(rollout.ended_at for group in self.groups for rollout in group.rollouts)
         done: set[str] = set()
         for task in self.learned:
@@ -232,7 +232,7 @@ class Machinery:
 
 
 class Bench:
-    """The actors of the cells with one speed of the judge, and their steps."""
+    """The actors for cells with the same judge speed, and steps run with them."""
 
     def __init__(self, config: DracoConfig, prompts: dict[str, tuple[Message, ...]], run: RunDirectory) -> None:
         self._config = config
@@ -250,7 +250,7 @@ class Bench:
         self._learner = PacedLearner(LearnerPace(tokens_per_second=WARM_UP_SPEED), name)
         try:
             await self._actors.start()
-            # Every process has then imported what it needs, and every slot has an AppWorld.
+            # Warm up: every process imports what it needs, and every slot starts AppWorld.
             await self._step(replace(cells[0], prompts=min(WARM_UP_PROMPTS, cells[0].prompts)), barriers=False)
             for cell in cells:
                 await engine.set_speed.remote(cell.engine)
@@ -267,7 +267,7 @@ class Bench:
             ray.kill(engine)
 
     async def _step(self, cell: Cell, *, barriers: bool) -> Measured:
-        # Where a cell has more prompts than the world has tasks, tasks repeat under the number of a later step.
+        # If a cell has more prompts than the world has tasks, repeated tasks get the number of a later step.
         groups = []
         for index in range(cell.prompts):
             again, place = divmod(index, len(self._tasks))
@@ -323,7 +323,7 @@ def configuration(
 
 
 def row(cell: Cell, streamed: Measured, phased: Measured | None) -> str:
-    """A line of the table but for its last column."""
+    """A line of the table without its last column."""
     longest = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in streamed.bound.by_stage.items())
     parts = " : ".join(f"{part:.1f}" for part in (phased or streamed).parts)
     gain = "| - | - |" if phased is None else f"| {phased.seconds:.2f} | {phased.seconds / streamed.seconds:.2f}x |"
@@ -337,7 +337,7 @@ def row(cell: Cell, streamed: Measured, phased: Measured | None) -> str:
 @contextlib.contextmanager
 def session(config: DracoConfig) -> Iterator[DracoConfig]:
     """Ray, and a judge of the configured speed; yields the configuration with the judge's endpoint."""
-    # Without a cache of replies: both ways of working ask the same questions.
+    # No reply cache, because both modes ask the same questions.
     with open_judge(config, Console(quiet=True)) as final, ray_session(final):
         yield final
 

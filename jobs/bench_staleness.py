@@ -1,14 +1,14 @@
 """What asynchronous training gains and costs: steps an hour and held-out gain at each `train.staleness`, over seeds.
 
-`train.staleness` is an upper limit: where the engine is the slowest part, hardly a rollout is sampled ahead. The table
-says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency_seconds=20) they are.
+`train.staleness` is an upper limit: if the engine is the slowest part, hardly any rollout is sampled ahead. The table
+says how many versions the rollouts were behind; a slow judge (judge.rule_judge.latency_seconds=20) makes it more.
 
 python jobs/bench_staleness.py [KEY=VALUE ...] [--staleness "0 1 2 4"] [--seeds 3] [--steps 6] [--root DIR]
                                [--measured DIR] [--print-only]
 
-Real training in the sandbox; a night's work on two cores. It goes on where it was stopped and prints its table from
-what there is after each run. What was measured of a run is two small files in --measured, and a run whose files are
-there is not run again. Further keys hold for every run, for example engine.engines=2.
+Real training in the sandbox; it takes a night on two cores. An interrupted job continues where it was stopped. After
+each run it prints the table of all runs so far. The measurements of a run are two small files in --measured, and a run
+with such files is not repeated. Further keys apply to every run, for example engine.engines=2.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Cell = tuple[int, int]
 
 
 def wanted(staleness: int, seed: int, steps: int, runs_per_task: int, overrides: tuple[str, ...]) -> Wanted:
-    """The run of a cell; without staleness it is the ablation's own."""
+    """The run of a cell; with staleness 0 it is the ablation's run."""
     ahead = (f"train.staleness={staleness}",) if staleness else ()
     return Wanted(
         preset=SANDBOX,
@@ -49,12 +49,12 @@ def wanted(staleness: int, seed: int, steps: int, runs_per_task: int, overrides:
 
 
 def speed_file(folder: Path, of: Wanted) -> Path:
-    """Where the steps an hour of a run are kept."""
+    """The file with the steps per hour of a run."""
     return folder / f"{of.name}.speed.json"
 
 
 def keep_speed(root: Path, folder: Path, of: Wanted) -> None:
-    """Write the steps an hour of a run, its first step left out, how old its rollouts were, and the machine's load."""
+    """Write a run's steps per hour without the first step, the staleness of its rollouts, and the machine's load."""
     run = RunDirectory.open(root / of.name)
     seconds = [line["seconds"] for line in run.metrics()[1:]]
     if seconds:
@@ -72,7 +72,7 @@ def behind(run: RunDirectory) -> list[int]:
 
 
 def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, Mapping[str, Any]], runs_per_task: int) -> str:
-    """A line a staleness, as Markdown; "-" where nothing was measured."""
+    """A line per staleness, as Markdown; "-" if nothing was measured."""
     lines = [
         "| staleness | seeds | held-out TGC | gain | difference of the gain to staleness 0, same seeds | steps per "
         "hour | versions behind, mean (most) |"
@@ -97,7 +97,7 @@ def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, Mapping[str, Any
 
 def main(
     overrides: options.Overrides = None,
-    staleness: Annotated[str, typer.Option(help="Of train.staleness.")] = "0 1 2 4",
+    staleness: Annotated[str, typer.Option(help="Values of train.staleness, separated by spaces.")] = "0 1 2 4",
     seeds: options.Seeds = 3,
     first_seed: options.FirstSeed = 0,
     steps: Annotated[

@@ -1,4 +1,4 @@
-"""What a group costs the driver, the run store and the object store, and what a step waits for at its end.
+"""What a group costs the driver, the run store and the object store, and how long a step waits for them at its end.
 
 Ray, pipeline, pools, advantages, run store, metrics and the observer are real, and each step ends as the trainer ends
 it. Rollout workers and judge are stand-ins that take no time and answer at the paper's size: 6 rollouts a group, 40
@@ -67,7 +67,7 @@ GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15
 PROMPT, REPLY = 208_000, 6_000
 """Characters of a judge call."""
 SLOTS = 8
-"""Rollouts, and as many judge phases, at a time."""
+"""Maximum number of concurrent rollouts, and of concurrent judge phases."""
 MIB = 2**20
 
 
@@ -87,13 +87,13 @@ class Words:
 
 
 class MadeRollouts:
-    """Stands in for rollout workers: a rollout of the paper's size at once."""
+    """Stands in for rollout workers: returns a rollout of the paper's size at once."""
 
     def __init__(self) -> None:
         self._words, self._random = Words(0), np.random.default_rng(0)
 
     async def up(self) -> None:
-        """Say that it is there."""
+        """Return at once: the worker is ready."""
 
     @ray.method(num_returns=3)
     async def rollout(self, request: RolloutRequest, policy: int) -> tuple[Trajectory, Any, None]:
@@ -131,16 +131,16 @@ class MadeRollouts:
 
 
 class MadeJudge:
-    """Stands in for judge workers: an answer of the usual size at once, random verdicts."""
+    """Stands in for judge workers: returns an answer of the usual size at once, with random verdicts."""
 
     def __init__(self) -> None:
         self._words, self._random, self._calls = Words(1), random.Random(1), 0
 
     async def up(self) -> None:
-        """Say that it is there."""
+        """Return at once: the worker is ready."""
 
     async def check(self) -> None:
-        """Say that the judge answers."""
+        """Return at once: the judge answers."""
 
     @ray.method(num_returns=3)
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> tuple[Judged[Any], Judged[Any], Any]:
@@ -195,7 +195,7 @@ class Sizes:
         self.of: Counter[str] = Counter()
 
     def add(self, kind: str, *references: Any) -> None:
-        """Count objects that are there."""
+        """Add the sizes of existing objects."""
         found = get_object_locations(list(references))
         self.of[kind] += sum(each["object_size"] for each in found.values())
 
@@ -240,12 +240,12 @@ class Watched:
 
     @property
     def cpu(self) -> float:
-        """Since its start."""
+        """CPU seconds since the process started."""
         times = self._process.cpu_times()
         return float(times.user + times.system)
 
     def stop(self) -> None:
-        """Look no longer."""
+        """Stop watching."""
         self._over.set()
         self._thread.join()
 
@@ -291,7 +291,7 @@ class Bench:
     ) -> float:
         """A training step without a learner; returns the seconds from its last group to its end.
 
-        ``written`` is called when its parts are on disk and nothing gathers them yet.
+        ``written`` is called when its parts are on disk and not merged yet.
         """
         self.rollouts.sizes = self.judges.sizes = sizes
         prompt = (Message(role="system", content="Act."),)
@@ -323,7 +323,7 @@ async def measured(config: DracoConfig, folder: Path, sizes: Sequence[int], step
     bench.judges.open()
     await bench.judges.ready()
     kinds = Sizes()
-    # Every process has then imported what it needs.
+    # Warm up: every process imports what it needs.
     await bench.step(1, 2, kinds, lambda: print_files(bench.run, folder))
     await bench.store.settle.remote()
     print("\n| a group in the object store | MiB |\n|---|---|")
@@ -388,7 +388,7 @@ def print_files(run: RunDirectory, folder: Path) -> None:
 
 
 def cpu_ms(work: Callable[[], object]) -> float:
-    """CPU time of this process."""
+    """CPU milliseconds that this process needs for ``work``."""
     began = time.process_time()
     work()
     return 1000 * (time.process_time() - began)

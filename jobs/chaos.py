@@ -1,4 +1,4 @@
-"""Do something to a run in the middle of a step, one fault a run, and print what became of it.
+"""Cause a fault in the middle of a run's step, one fault per run, and print what becomes of the run.
 
 Processes are killed, stopped for a while, or told to end; memory and disks are filled; data is taken away.
 
@@ -99,7 +99,7 @@ time.time = lambda: _time() - 3600 * os.path.exists(_back)
 def actors(driver: int, kind: str) -> list[int]:
     """Processes of the run's actors of that class; Ray writes the class at the top of a worker's log.
 
-    Only in the newest session that this driver started: process ids come again, and others move `session_latest`.
+    Searches only this driver's newest session: process ids are reused, and other sessions move `session_latest`.
     """
     found = []
     for session in sorted(glob.glob(f"{RAY_FOLDER}/session_[0-9]*_{driver}"))[-1:]:
@@ -126,7 +126,7 @@ def processes(driver: int, words: str) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """A Ray head that is no child of the driver's, and what a driver needs to join it."""
+    """A Ray head that is not a child of the driver, and what a driver needs to join it."""
 
     pid: int
     folder: Path
@@ -152,7 +152,7 @@ def kill(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def kill_and_hold(scene: Scene, victims: Sequence[int]) -> None:
-    """SIGKILL, and `STOP_SECONDS` more: where the judge is held meanwhile, the run does not end before it notices."""
+    """SIGKILL, then wait `STOP_SECONDS`: if the judge is held meanwhile, the run notices the fault before it ends."""
     kill(scene, victims)
     time.sleep(STOP_SECONDS)
 
@@ -163,7 +163,7 @@ def terminate(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def interrupt_twice(scene: Scene, victims: Sequence[int]) -> None:
-    """Ctrl-C, and once more by who does not want to wait."""
+    """Ctrl-C, and a second time, as by an impatient user."""
     send((signal.SIGINT, signal.SIGINT), victims)
 
 
@@ -174,7 +174,7 @@ def stop(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def stop_and_hold(scene: Scene, victims: Sequence[int]) -> None:
-    """SIGSTOP until the run has ended, which it does not before it notices: the judge is held meanwhile."""
+    """SIGSTOP until the run has ended; the judge is held meanwhile, so the run notices the fault before it ends."""
     stop(scene, victims)
     time.sleep(STOP_SECONDS)
 
@@ -189,7 +189,7 @@ def stop_for_a_while(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def fill_object_store(scene: Scene, victims: Sequence[int]) -> None:
-    """Keep more objects than it holds, until the run has ended."""
+    """Store more objects than the object store holds, until the run has ended."""
     assert scene.head is not None
     filler = scene.stack.enter_context(
         subprocess.Popen(
@@ -229,7 +229,7 @@ def make_read_only(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def little_memory(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
-    """Ray kills its workers when `SPARE_GIB` more than now are in use, not when the machine is full."""
+    """Let Ray kill workers when `SPARE_GIB` more memory than now is in use, not when the machine is full."""
     memory = psutil.virtual_memory()
     threshold = (memory.total - memory.available + (SPARE_GIB << 30)) / memory.total
     os.environ[MEMORY_LIMIT] = str(threshold)
@@ -250,7 +250,7 @@ def fill_memory(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def gone(path: Path) -> Path:
-    """Where `take_data` moves it."""
+    """The path to which `take_data` moves ``path``."""
     return path.with_name(f"{path.name}.gone")
 
 
@@ -268,9 +268,9 @@ class Fault:
     """Starts the Ray that the run joins; None: it starts one itself."""
     own_world: bool = False
     at: Callable[[Path, int], bool] | None = None
-    """Whether to strike, from the run's directory and its driver; None: a rollout of the last step is on disk."""
+    """(run directory, driver) -> whether to strike now; None: once a rollout of the last step is on disk."""
     prepare: Callable[[Path, contextlib.ExitStack], Sequence[str]] | None = None
-    """Makes what the fault needs in a folder, until the run has ended; returns more overrides."""
+    """Prepares a folder for the fault, until the run has ended; returns more overrides."""
     between: Callable[[Path, Path], None] | None = None
     """Changes run directory or world before the run is continued."""
     refused: bool = False
@@ -282,22 +282,22 @@ def nothing(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def in_the_last_step(run: Path, driver: int) -> bool:
-    """A rollout of it is on disk."""
+    """Whether a rollout of the last step is on disk."""
     return any((run / "tables" / "trajectories").glob(f"step{STEPS:05d}/*.arrow"))
 
 
 def in_the_first_start(run: Path, driver: int) -> bool:
-    """The first engine's process has begun."""
+    """Whether the first engine's process has started."""
     return bool(processes(driver, "VLLM::EngineCore"))
 
 
 def in_an_evaluation(run: Path, driver: int) -> bool:
-    """A held-out rollout of the untrained policy is on disk, and no step has begun."""
+    """Whether a held-out rollout of the untrained policy is on disk, so that no step has begun."""
     return any((run / "tables" / "evaluation_trajectories").glob("step00000/*"))
 
 
 def in_a_sync(run: Path, driver: int) -> bool:
-    """The first trained adapter is being handed to an engine."""
+    """Whether the first trained adapter is being loaded into an engine."""
     return any((run.parent / ADAPTERS).glob("*/v1-*")) or any((run.parent / ADAPTERS).glob("*/*/v1-*"))
 
 
@@ -319,7 +319,7 @@ def fill_cache(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def empty_cache(run: Path, world: Path) -> None:
-    """Make room again, as whoever continues the run would."""
+    """Free disk space, as a user would before continuing the run."""
     (run.parent / CACHE / BALLAST).unlink()
 
 
@@ -354,25 +354,25 @@ def own_clock(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
 
 
 def set_clock_back(scene: Scene, victims: Sequence[int]) -> None:
-    """By an hour, for the rest of the run."""
+    """Set the clock back by an hour, for the rest of the run."""
     (scene.world.parent / CLOCK / "back").touch()
 
 
 def set_clock_back_and_kill(scene: Scene, victims: Sequence[int]) -> None:
-    """Both, so that the run goes on at an earlier time than it began."""
+    """Set the clock back and kill, so that the run continues at an earlier time than it began."""
     set_clock_back(scene, victims)
     kill(scene, victims)
 
 
 def edit_tasks(run: Path, world: Path) -> None:
-    """Ask something else in every task."""
+    """Change the instruction of every task."""
     for specs in world.glob("data/tasks/*/specs.json"):
         told = json.loads(specs.read_text(encoding="utf-8"))
         specs.write_text(json.dumps(told | {"instruction": f"{told['instruction']} Now."}), encoding="utf-8")
 
 
 def upgrade_packages(run: Path, world: Path) -> None:
-    """Let the run have been made by other versions: those that its manifest names, one before ours."""
+    """Change the package versions in the manifest, as if older packages had made the run."""
     manifest = run / "manifest.json"
     if manifest.exists():
         said = json.loads(manifest.read_text(encoding="utf-8"))
@@ -381,7 +381,7 @@ def upgrade_packages(run: Path, world: Path) -> None:
 
 
 def another_schema(run: Path, world: Path) -> None:
-    """Let the run directory be of a version that is not ours."""
+    """Give the run directory another schema version."""
     file = run / "run.json"
     said = json.loads(file.read_text(encoding="utf-8"))
     file.write_text(json.dumps(said | {"schema_version": said["schema_version"] + 1}), encoding="utf-8")
@@ -424,9 +424,9 @@ def ray_head(root: Path, store_mib: int = 512, folder_mib: int | None = None) ->
     """``ray start --head`` on a free port, for as long as the block lasts.
 
     Args:
-        root: a file with its token comes there.
-        store_mib: of its object store.
-        folder_mib: its folder gets a file system of that size, which takes the right to mount; None leaves it in /tmp.
+        root: folder for the file with its token.
+        store_mib: size of its object store.
+        folder_mib: size of a file system for its folder, which requires the right to mount; None: a folder in /tmp.
     """
     # Ray's sockets lie in its folder, and the path of a socket must be short.
     with (
@@ -442,7 +442,7 @@ def ray_head(root: Path, store_mib: int = 512, folder_mib: int | None = None) ->
         environment.pop("RAY_ADDRESS", None)
         command = [
             *(sys.executable, *RAY, "start", "--head", "--block", "--disable-usage-stats"),
-            # Nobody reads the logs elsewhere, and no node is to be added.
+            # No log is read elsewhere, and no node is added.
             *("--include-log-monitor=false", "--no-monitor"),
             *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}"),
             *("--include-dashboard=false", "--num-cpus=4", "--resources", '{"judge": 8}'),
@@ -579,7 +579,7 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
     if fault.own_world:
         world = Path(shutil.copytree(world, root / f"{called}.world"))
     with contextlib.ExitStack() as stack:
-        # It outlives the driver and, by what it wrote, itself: so it can tell what was asked twice.
+        # The judge outlives the driver, and its successor reads this file, so that repeated calls are counted.
         book = root / f"{called}.answered"
         judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book))
         head = None if fault.head is None else stack.enter_context(fault.head(root))
@@ -668,7 +668,7 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
 
 
 def start(arguments: list[str], head: Head | None) -> subprocess.Popen[str]:
-    """``draco train`` with these words, on that head or a Ray of its own."""
+    """Start ``draco train`` with these arguments, on ``head`` or on a Ray of its own."""
     command = [sys.executable, "-m", "draco_ray.cli", "train", *arguments]
     environment = None if head is None else head.environment
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
@@ -676,9 +676,9 @@ def start(arguments: list[str], head: Head | None) -> subprocess.Popen[str]:
 
 @contextlib.contextmanager
 def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
-    """Inside, the judge answers nothing and all that it has answered is stored.
+    """During the block the judge answers nothing, and all its earlier replies are stored.
 
-    A reply on its way when its reader dies has to be asked for again; without this, chance would decide whether one is.
+    A reply in flight when its reader dies must be requested again; without this block that would be a matter of chance.
     """
     server, replies = psutil.Process(judge.pid), ReplyCache(RunDirectory(run).judge_cache)
 
@@ -690,7 +690,7 @@ def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
         deadline = time.monotonic() + CATCH_SECONDS
         while not stored():
             if time.monotonic() > deadline:
-                # It may have been stopped between its book and the connection: the reply has to leave it.
+                # The judge may have recorded a reply but not sent it yet: let it send the reply.
                 server.resume()
                 return False
             time.sleep(0.05)
@@ -705,7 +705,7 @@ def held(judge: JudgeServer, book: Path, run: Path) -> Iterator[None]:
 
 
 def send(signals: Sequence[signal.Signals], victims: Sequence[int]) -> None:
-    """Send those; wait until they are gone, and the readers of the judge's replies below them, connections included."""
+    """Send the signals; wait until the victims and the judge workers below them are gone, with their connections."""
     ending = set(victims)
     for victim in victims:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -721,7 +721,7 @@ def send(signals: Sequence[signal.Signals], victims: Sequence[int]) -> None:
 def runs(pid: int) -> bool:
     """Whether a process is there and holds its connections.
 
-    A zombie has ended; but the first thread of a killed process may be one while others still hold all its files.
+    A zombie has ended; but a killed process whose first thread is a zombie may have others that still hold its files.
     """
     try:
         process = psutil.Process(pid)
@@ -731,7 +731,7 @@ def runs(pid: int) -> bool:
 
 
 def until(done: Callable[[], bool], otherwise: str) -> None:
-    """Wait for what normally takes a moment; says ``otherwise`` and goes on without it after `SETTLE_SECONDS`."""
+    """Wait for what normally takes a moment; after `SETTLE_SECONDS` print ``otherwise`` and continue."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while not done():
         if time.monotonic() > deadline:
@@ -741,9 +741,9 @@ def until(done: Callable[[], bool], otherwise: str) -> None:
 
 
 def find(fault: str, process: subprocess.Popen[str], scene: Scene | None = None) -> list[int]:
-    """The processes to strike, as soon as there are any: one that died by itself may be on its way back.
+    """Wait for the processes to strike: one that died by itself may be restarting.
 
-    ``scene`` None has nothing but the driver. Returns: none if the run ended or `LIMIT_SECONDS` passed before.
+    ``scene``: None if only the driver is known. Returns: empty if the run ended or `LIMIT_SECONDS` passed before.
     """
     found: list[int] = []
     known = scene or Scene(
@@ -758,7 +758,7 @@ def find(fault: str, process: subprocess.Popen[str], scene: Scene | None = None)
 
 
 def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
-    """Until ``done``; False if the process ended or the time ran out before."""
+    """Wait until ``done``; False if the process ended or the time ran out before."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
@@ -773,7 +773,7 @@ def main(
     model: Annotated[Path, typer.Option(help="The starter policy.")] = Path(".cache/starter"),
 ) -> None:
     """Run each fault once and print the table; exits with 1 if a run was lost."""
-    # So that what was started is ended as well.
+    # Exit as usual, so that everything that was started is ended, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = PlainConsole()
     table = Table(

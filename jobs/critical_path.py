@@ -18,10 +18,10 @@ remember        (old log-probs of a later minibatch) as accumulate; the learner
 update          the accumulated groups of its minibatch; the first update also everything remembered; the learner
 ==============  =====================================================================================================
 
-The learner does one thing at a time, in the order in which things become possible; for the time of an update no order
-is better. Judge calls are taken not to wait for each other: their limits must not bind. Computing advantages is taken
-to need no time. So a measured step is longer than this bound by what the program itself costs: calls between processes,
-results that lie about, work that could have begun.
+The learner does one task at a time, in the order in which tasks become ready; no other order lets an update end
+earlier. Judge calls are assumed not to wait for each other (their limits must not bind), and advantages to take no
+time. So a measured step exceeds this bound by the program's own overhead: calls between processes, results that wait,
+work that starts late.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CriticalPath:
 
     seconds: float
     by_stage: dict[str, float]
-    """How much of the longest path each stage is; in the order of the path."""
+    """Stage -> its seconds on the longest path, in the order of the path."""
 
 
 def critical_path(
@@ -115,7 +115,7 @@ def _rollouts(groups: Sequence[Group], slots: int) -> dict[tuple[str, int], Task
 
 
 def _judged(group: Group, played: Mapping[tuple[str, int], Task]) -> list[Task]:
-    """What must have ended before the learner may have the group."""
+    """The tasks that must have ended before the learner can process the group."""
     phases = {(phase.phase, phase.rollout): phase.ended_at - phase.started_at for phase in group.phases}
     numbers = sorted(summary.rollout for summary in group.rollouts)
     rollouts = {number: played[group.name, number] for number in numbers}
@@ -139,7 +139,7 @@ def _judged(group: Group, played: Mapping[tuple[str, int], Task]) -> list[Task]:
 def _learner(
     groups: Sequence[Group], ready: Mapping[str, Sequence[Task]], learned: Sequence[LearnerTask], size: int
 ) -> Task:
-    """The last update."""
+    """The task of the last update."""
     seconds = {(task.kind, task.group): task.seconds for task in learned if task.kind != "update"}
     updates = [task.seconds for task in learned if task.kind == "update"]
     wanted = {("accumulate" if at < size else "remember", group.name) for at, group in enumerate(groups)}

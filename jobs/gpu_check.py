@@ -11,10 +11,10 @@ kernels  fused kernels, rows of several sequences and torch.compile against plai
          distance from the same model in float32. Needs no vLLM.
 engine   vLLM: agreement with the learner, generation, an adapter update while it serves, sleep and wake.
 
-A part runs where what it needs is installed, in a process of its own and for ten minutes at most, so a borrowed machine
-is enough; results are added to those that are in the file already, and the whole table is printed from there. What
-agreement means is taken from the run: the learner's rounding without fused kernels, the canary's own band. Ends with 1
-where a part fails. Without a CUDA GPU it says so and ends well. ``--device cpu --tiny`` does the same at toy size.
+A part runs if the packages that it needs are installed, in its own process and for ten minutes at most, so a borrowed
+machine is enough; results are added to the file, and the whole table is printed from there. Tolerances are measured in
+the run: the learner's rounding without fused kernels, and the canary's own band. The exit code is 1 if a part fails;
+without a CUDA GPU it is 0, with a message. ``--device cpu --tiny`` does the same at toy size.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ TINY = {
 }
 TINY_DELTA = {"head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
-"""A vision tower that nothing uses: the checkpoint is a wrapper with one, as the real one is."""
+"""An unused vision tower: as in the real checkpoint, the model is inside a wrapper that has one."""
 END = "<|im_end|>"
 ADAPTER_NOISE = 0.02
 SYNCS = 3
 ROUNDING = 2.0
-"""Distance from float32, in multiples of that of plain passes, that fused ones may have."""
+"""Maximum distance of fused passes from float32, in multiples of the distance of plain passes."""
 GIB = 2**30
 
 
@@ -95,7 +95,7 @@ class Size:
     """Amounts of generated and learned tokens."""
 
     probe: int
-    """Tokens on which the two sides are compared."""
+    """Tokens on which engine and learner are compared."""
     rollouts: int
     prompt: int
     continuation: int
@@ -130,9 +130,9 @@ class Figure:
 
 
 def why_skipped() -> str | None:
-    """Why there is nothing to check here: no GPU. None where there is one.
+    """Why nothing can be checked here (there is no GPU); None if there is a GPU.
 
-    Raises: SystemExit where there is a GPU that this environment cannot use: that is a failure, not a skip.
+    Raises: SystemExit if this environment cannot use the GPU: that is a failure, not a skip.
     """
     if torch.cuda.is_available():
         return None
@@ -272,7 +272,7 @@ class Gpu:
             torch.cuda.reset_peak_memory_stats()
 
     def peak(self) -> float | None:
-        """Of this process's tensors since `begin`, without those that `release` found still held, GiB."""
+        """Peak memory of this process's tensors since `begin`, GiB; without what was still held after `release`."""
         if not self._there:
             return None
         torch.cuda.synchronize()
@@ -416,13 +416,13 @@ def plain_passes() -> Any:
 
 
 def check_kernels(check: Check) -> None:
-    """Fused and packed passes are as near to float32 as plain ones of one sequence each, in log-probs and gradients."""
+    """Compare fused and packed passes with plain ones of one sequence each: distance from float32, seconds."""
     size = check.size
     batch = samples(4, size.compared, check.shape.vocabulary)
     tokens, row = 4 * size.compared, 4 * size.compared
 
     def computed(dtype: Any, *, fused: bool, **keys: Any) -> tuple[FloatArray, torch.Tensor, float]:
-        """Log-probs of all sampled tokens, the adapter's gradient, and seconds, with what is built left out."""
+        """Log-probs of all sampled tokens, the adapter's gradient, and seconds of a pass once kernels are built."""
         before = learner_model.KERNEL_DEVICES
         learner_model.KERNEL_DEVICES = before if fused else ()
         try:
@@ -515,7 +515,7 @@ async def check_engine(check: Check) -> None:
         later = await engine.sample(prompts[0], max_tokens=2, seed=0)
         check.figure("engine: adapter update", statistics.median(syncs), "s")
         check.figure("engine: adapter update while serving", syncing, "s")
-        # Versions that requests ended with beside the one they began with, and new ones with the old.
+        # Running requests that ended with another version than 1, and a new request that did not get version 2.
         strays = len(versions - {1}) + (later.policy_version != 2)
         check.figure("engine: requests of the wrong version", strays, "", most=0)
         check.figure("update while serving: gap of log-probs", (await agree(2)).gap_mean, "nats")
@@ -563,7 +563,7 @@ CHECKS: dict[str, Callable[[Check], None]] = {
 def run_part(
     part: str, model: str, layers: int, *, device: Device, tiny: bool, out: Path | None = None
 ) -> list[Figure]:
-    """One part in this process; what it has measured so far is in ``out`` all the time."""
+    """Run a part in this process; ``out`` always has what it has measured so far."""
     with tempfile.TemporaryDirectory() as folder:
         check = Check(model, layers, Path(folder), device=device, tiny=tiny, out=out)
         CHECKS[part](check)
@@ -571,7 +571,7 @@ def run_part(
 
 
 def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[str, Any]:
-    """One part in a process of its own: its figures, or why it failed; what it prints is in ``log``."""
+    """Run a part in a process of its own; returns its figures, or why it failed. Its output goes to ``log``."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--part", part, "--models", model, "--out", str(out), *options]
@@ -636,7 +636,7 @@ def main(
     print_only: Annotated[bool, typer.Option("--print-only", help="Only print the table of the result file.")] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Check part by part; each takes ten minutes at most. Ends with 1 where one fails."""
+    """Check part by part; each takes ten minutes at most. The exit code is 1 if one fails."""
     if print_only:
         print(table(json.loads(out.read_text(encoding="utf-8"))))
         return

@@ -8,10 +8,10 @@ Ours trains in the setting `outcome`, so that both have the reward that the exam
 setting `draco`, whose judge is the example's rules: a stand-in for a judge model. TRL calls the tools through its
 `environment_factory` and generates with vLLM in its colocated mode. Steps an hour leave out start and first step.
 
-It goes on where it was stopped, and prints its table after each run from what there is; so it does after ten minutes,
-when it ends and the next call goes on. Its figures are also added to gpu_check.py's result file. Without a CUDA GPU it
-says so and ends well. ``--tiny`` does the same on the CPU, for as long as it takes, with a tiny model made from the
-demonstrations, without vLLM on TRL's side. It needs `make demo-real`'s model and a Python with TRL and this package.
+After each run the job prints a table of all results so far. After ten minutes it stops; the next call continues there.
+Its figures are also added to gpu_check.py's result file. Without a CUDA GPU it says so, with exit code 0. ``--tiny``
+does the same on the CPU, without a time limit, with a tiny model made from the demonstrations, and without vLLM on
+TRL's side. It needs `make demo-real`'s model and a Python with TRL and this package.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GROUP, PROMPTS, RANK, LEARNING_RATE = 8, 8, 16, 2e-4
 TURNS, TURN_TOKENS = 8, 96
 RUNS_A_TASK = 2
 SECONDS = 570
-"""Of a call: a borrowed machine's ten minutes, less what the table takes."""
+"""Time limit of a call: ten minutes of a borrowed machine, minus the time for the table."""
 
 
 class OutOfTime(Exception):
@@ -62,7 +62,7 @@ def run(command: Sequence[str], deadline: float) -> int:
 
 
 def draco(deadline: float, *words: str) -> None:
-    """Run a command of ours; one that fails ends the program with a line. Raises: OutOfTime."""
+    """Run a ``draco`` command; its failure ends the program with a message. Raises: OutOfTime."""
     if (code := run([sys.executable, "-m", "draco_ray.cli", *words], deadline)) != 0:
         sys.exit(f"gpu-library: draco {words[0]} failed with exit code {code}; run the job again to continue")
 
@@ -73,7 +73,7 @@ def sizes(*, tiny: bool) -> dict[str, int]:
 
 
 def training_words(policy: Path, *, tiny: bool) -> list[str]:
-    """Keys of our runs."""
+    """Configuration overrides of our runs."""
     size = sizes(tiny=tiny)
     keys = [
         f"model.path={policy}",
@@ -110,7 +110,7 @@ def make_policy(root: Path, deadline: float, *, tiny: bool) -> Path:
 
 
 def evaluate(policy: Path, out: Path, deadline: float, *, tiny: bool) -> None:
-    """Play the held-out tasks, unless that was done."""
+    """Play the held-out tasks, unless they were played already."""
     if not (out / "done").exists():
         few = ["data.eval_tasks=2"] if tiny else []
         where = [] if tiny else ["engine.gpus_per_engine=1"]
@@ -122,7 +122,7 @@ def evaluate(policy: Path, out: Path, deadline: float, *, tiny: bool) -> None:
 def train_ours(
     side: str, seed: int, steps: int, policy: Path, folder: Path, deadline: float, *, tiny: bool
 ) -> float | None:
-    """Returns: steps an hour, None where there was only one."""
+    """Train with `draco train`. Returns: steps per hour; None if there was only one step."""
     keys = [*training_words(policy, tiny=tiny), f"train.steps={steps}", f"seed={seed}"]
     where = ["--resume-or-start", f"run.root={folder.parent}", f"run.name={folder.name}"]
     draco(deadline, "train", str(EXAMPLE), "--setting", side, *where, *keys)
@@ -156,7 +156,7 @@ def desk() -> type:
             self._tools.reset(self._task)
 
         def get_reward(self) -> float:
-            """1 where everything that the task expects was done, and nothing else."""
+            """1 if everything that the task expects was done, and nothing else; otherwise 0."""
             return float(all(self._tools.evaluate(self._task, self._tools.end_state()).values()))
 
     def method(name: str, function: Any) -> Any:
@@ -206,7 +206,7 @@ def train_trl(seed: int, steps: int, policy: Path, folder: Path, *, tiny: bool) 
             ended.append(time.monotonic())
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    # Calls in the example's template look as Qwen3's do.
+    # The example's template writes calls as Qwen3's does.
     tokenizer.response_template = qwen3_template
     size = sizes(tiny=tiny)
     trainer = GRPOTrainer(
@@ -276,7 +276,7 @@ class Result:
 
 
 def results(root: Path) -> list[Result]:
-    """Of every side that has finished a seed."""
+    """The `Result` of every side that has finished a seed."""
     made = []
     for side in SIDES:
         if not (done := sorted(root.glob(f"{side}-*.json"))):
@@ -297,7 +297,7 @@ def results(root: Path) -> list[Result]:
 
 
 def table(found: Sequence[Result]) -> str:
-    """What there is, as Markdown."""
+    """The results as a Markdown table."""
     lines = ["| side | seeds | steps | held-out before | after | gain, points | steps an hour |", f"|{'---|' * 7}"]
     for each in found:
         gain = rate_difference(each.after, each.before)
@@ -313,7 +313,7 @@ def table(found: Sequence[Result]) -> str:
 
 
 def figures(found: Sequence[Result]) -> list[Figure]:
-    """The same for the result file."""
+    """The results for the result file."""
     made = []
     for each in found:
         gain = rate_difference(each.after, each.before)
@@ -328,7 +328,7 @@ def figures(found: Sequence[Result]) -> list[Figure]:
 
 
 def report(root: Path, out: Path, *, tiny: bool) -> None:
-    """Keep what there is, and print it."""
+    """Write the results so far to the result file, and print them."""
     found = results(root)
     kept = {
         "figures": [asdict(each) for each in figures(found)],
@@ -350,7 +350,7 @@ def measure(
             if kept.exists():
                 continue
             if side == "trl":
-                # In a process of its own, which gives the GPU back.
+                # In a process of its own, which frees the GPU when it ends.
                 options = ["--steps", str(steps), "--root", str(root), *(["--tiny"] if tiny else [])]
                 if run([sys.executable, __file__, "--trl", str(seed), *options], deadline):
                     sys.exit(f"gpu-library: TRL failed with seed {seed}; see its output above")

@@ -1,12 +1,12 @@
-"""A GRPO step of a whole model on one GPU, by `draco train` itself, beside what `draco plan` foretells.
+"""A GRPO step of a whole model on one GPU, by `draco train` itself, compared with the prediction of `draco plan`.
 
 python jobs/gpu_step.py [--model qwen3.6-27b] [--layers 0] [--rollouts 24] [--out runs/gpu_check.json] [--tiny]
 
 The model has random weights in its real shape and is built here, with as many layers as fit (the table says how many).
 Engine and learner take turns on the GPU (`engine.colocate`); the learner's base is in 8 bits. Two steps are trained, of
 which the second counts: the first builds kernels. Rewards are random (`--setting random`) and episodes of a fixed size
-(`gpu_step_world.py`), because a random policy says nothing that could be judged. All of it takes ten minutes at most.
-Without a CUDA GPU it says so and ends well. ``--tiny`` does the same on the CPU with a tiny model.
+(`gpu_step_world.py`), because a random policy says nothing that could be judged. It takes ten minutes at most.
+Without a CUDA GPU it says so, with exit code 0. ``--tiny`` does the same on the CPU with a tiny model.
 
 MFU: floating-point operations by `draco plan`'s count, recomputed activations included, over the seconds in which the
 learner worked and the GPU's dense bfloat16 peak. Tokens of the learner are all tokens of a trajectory, prompt included.
@@ -46,7 +46,7 @@ from draco_ray.sandbox.starter.tokenizer import CHAT_TEMPLATE, PADDING, TURN_END
 from draco_ray.training.sizes import with_checkpointing
 
 SECONDS = 570
-"""Of everything: a borrowed machine's ten minutes, less what the table takes."""
+"""Time limit of the job: ten minutes of a borrowed machine, minus the time for the table."""
 GROUP, STEPS = 6, 2
 WORLD = Path(__file__).with_name("gpu_step_world.py")
 TORCHVISION_STUB = Path(__file__).resolve().parents[1] / "tests" / "support" / "torchvision_stub"
@@ -54,7 +54,7 @@ TORCHVISION_STUB = Path(__file__).resolve().parents[1] / "tests" / "support" / "
 LEAST_MFU = 40
 """Target of the learner, in %."""
 MOST_OFF = {"step": 15, "peak": 10}
-"""First word of a figure's name -> target of the plan's distance from it, in %."""
+"""First word of a figure's name -> maximum distance of the plan from it, in %, as a target."""
 PUBLISHED = """
 | system | model | tokens/s a GPU | counted | MFU | step |
 |---|---|---|---|---|---|
@@ -69,11 +69,11 @@ prime-rl's is its file `benchmark-8xh100-Qwen--Qwen3-30B-A3B-Instruct-2507-rl-16
 tokens/s of 8 GPUs.
 """
 LAYERS_AT_A_TIME = 4
-"""Of Qwen3.6: three delta nets and a layer of attention."""
+"""Layers that Qwen3.6 repeats: three delta nets and an attention layer."""
 
 
 def write_tokenizer(folder: Path, vocabulary: int) -> None:
-    """A word a token, so that whatever is sampled can be read and an observation of n words has n tokens."""
+    """Write a tokenizer whose tokens are words: every sample can be decoded, and n words have n tokens."""
     import transformers
     from tokenizers import Tokenizer, pre_tokenizers
     from tokenizers.models import WordLevel
@@ -89,7 +89,7 @@ def write_tokenizer(folder: Path, vocabulary: int) -> None:
 
 
 def overrides(folder: Path, rollouts: int, *, tiny: bool) -> list[str]:
-    """Keys of the run, with its model at ``folder/model``."""
+    """Configuration overrides of the run, with its model at ``folder/model``."""
     turns, turn, asked, observed = (3, 16, 24, 8) if tiny else (8, 256, 512, 256)
     length = turns * (turn + observed + 16)
     keys = [
@@ -123,7 +123,7 @@ def overrides(folder: Path, rollouts: int, *, tiny: bool) -> list[str]:
         "engine.tensor_parallel=1",
         "engine.colocate=true",
         "engine.gpus_per_engine=0.6",
-        # Of the GPU, beside a learner at rest.
+        # Share of the GPU, beside a resting learner.
         "engine.gpu_memory_utilization=0.65",
         "engine.kv_cache_gib=12",
         f"engine.max_num_seqs={rollouts}",
@@ -140,7 +140,7 @@ def configured(keys: Sequence[str], *, tiny: bool) -> DracoConfig:
 
 
 def layers_that_fit(config: DracoConfig, model: str, gpu: int, folder: Path) -> int:
-    """The most layers with which `draco plan` has no objection; 0 where there is none."""
+    """The largest number of layers that `draco plan` accepts; 0 if it accepts none."""
     reserved, file = int(Assumptions().reserved_gib * GIB), folder / "planned.json"
     public = PUBLIC_CONFIGS[gpu_check.MODELS[model]]
     for layers in range(public["num_hidden_layers"], 0, -LAYERS_AT_A_TIME):
@@ -151,7 +151,7 @@ def layers_that_fit(config: DracoConfig, model: str, gpu: int, folder: Path) -> 
 
 
 def targets(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line for each target that the figures can be held against; on a CPU there is none."""
+    """A line for each target, with whether the figures meet it; none on a CPU."""
     lines = []
 
     def say(what: str, target: str, *, met: bool) -> None:
@@ -181,7 +181,7 @@ def comparison(found: Sequence[dict[str, Any]], model: str) -> str:
 
 @contextlib.contextmanager
 def peak_memory(*, on_gpu: bool) -> Iterator[Callable[[], float]]:
-    """Watch the GPU's memory in use, or on a CPU that of this process's children; yields a function, of GiB."""
+    """Watch the GPU's used memory, or on a CPU that of this process's children; yields a function for its peak, GiB."""
     ended, peak = threading.Event(), [0.0]
     me = psutil.Process()
 
@@ -226,7 +226,7 @@ def train(keys: Sequence[str], log: Path, deadline: float, *, tiny: bool) -> str
 
 
 def figures(run: RunDirectory, config: DracoConfig, shape: ModelShape, peak: float, gpu: int) -> list[Figure]:
-    """What the last finished step took, beside the plan of a step of the tokens that it had."""
+    """Figures of the last finished step, with the plan of a step with the same number of tokens."""
     line, on_gpu = run.metrics()[-1], config.learner.gpus_per_worker > 0
     rows = run.table("trajectories", line["step"], ["token_ids", "sampled"]).to_pylist()
     tokens = sum(len(row["token_ids"]) for row in rows)
@@ -237,13 +237,13 @@ def figures(run: RunDirectory, config: DracoConfig, shape: ModelShape, peak: flo
     plan = step_time(config, shape, engine, given)
     flops = learner_flops(config, shape, length=tokens / len(rows), sampled_share=sampled / tokens) * len(rows)
     learning, generation = line["seconds_learning"], line["seconds_generation"]
-    # Turns are taken: what is at rest beside the larger of the two.
+    # Engine and learner take turns: the engine beside a resting learner, or the learner at its peak.
     resting = total(learner_memory(config, shape).resident)
     awake = total(engine.items) + engine.kv_cache + resting
     planned = (max(awake, learner_memory(config, shape).peak) + given.reserved_gib * GIB) / GIB
 
     def beside(value: float) -> float | None:
-        """The plan is one for GPUs."""
+        """``value`` if on a GPU: the plan is for GPUs."""
         return value if on_gpu else None
 
     found = [
@@ -320,7 +320,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Result file, shared with gpu_check.py.")] = Path("runs/gpu_check.json"),
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model on the CPU.")] = False,
 ) -> None:
-    """Train the step and print its table; ends with 1 where it fails."""
+    """Train the step and print its table; the exit code is 1 if it fails."""
     if model not in gpu_check.MODELS:
         sys.exit(f"gpu-step: unknown model {model!r}; expected one of {', '.join(gpu_check.MODELS)}")
     if rollouts % GROUP:

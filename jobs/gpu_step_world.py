@@ -51,16 +51,16 @@ class WordsWorld:
         self.task, self._observed, self._turns = task, observed, 0
 
     async def act(self, action: str) -> str:
-        """Words."""
+        """Answer with random words."""
         self._turns += 1
         return words(self._observed, f"{self.task.task_id} {self._turns}")
 
     async def evaluate(self) -> WorldVerdict:
-        """Nothing can be reached."""
+        """Return a failure, always."""
         return WorldVerdict(success=False)
 
     async def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 class EveryTurnActs(TurnAgent):

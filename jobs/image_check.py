@@ -1,10 +1,10 @@
-"""Carry out the last stage of cluster/Dockerfile in a Debian of debootstrap's making, where no container runtime is.
+"""Run the last stage of cluster/Dockerfile in a Debian made by debootstrap, for machines without a container runtime.
 
 sudo python jobs/image_check.py [FOLDER]
 
 What the first stage builds is taken from this checkout: .venv and .venv-appworld are mounted as /opt/draco and
 /opt/appworld, and draco-ray itself is imported from its folder. Then the commands that Ray's cluster launcher needs are
-given as it gives them, through a login shell of the image's user. Needs root, debootstrap and Debian's package index;
+run as the launcher runs them, in a login shell of the image's user. Needs root, debootstrap and Debian's package index;
 FOLDER (a temporary one) takes 800 MB.
 """
 
@@ -87,9 +87,9 @@ def _mount(source: Path, target: Path) -> None:
 
 
 def build(root: Path) -> dict[str, str]:
-    """Carry out the last stage below ``root``, which becomes a Debian; returns the image's environment."""
+    """Install Debian below ``root`` and run the last stage there; returns the image's environment."""
     subprocess.run(["debootstrap", "--variant=minbase", f"--include={BASE}", "bookworm", str(root)], check=True)
-    # A Python of root's own is mounted below it.
+    # Root's own Python may be mounted below /root, where other users need it.
     (root / "root").chmod(0o755)
     for folder, place in _mounted():
         _mount(folder, root / place.lstrip("/"))
@@ -105,13 +105,13 @@ def build(root: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """Build, then give each command in a login shell of the image's user."""
+    """Build, then run each command in a login shell of the image's user."""
     if os.environ.get("DRACO_OWN_MOUNTS") is None:
         # Mounts of a namespace of their own end with it.
         again = ["unshare", "--mount", sys.executable, *sys.argv]
         os.execvpe(again[0], again, {**os.environ, "DRACO_OWN_MOUNTS": "1"})
     root = Path(sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp(prefix="draco-image-")).resolve()
-    # Root alone may pass through the folder that mkdtemp makes.
+    # Only root can enter a folder that mkdtemp makes.
     root.mkdir(exist_ok=True)
     root.chmod(0o755)
     variables = build(root) | {"HOME": "/home/draco", "TERM": "dumb", "PYTHONPATH": str(REPOSITORY)}

@@ -23,7 +23,7 @@ KINDS = ("renewal", "fine", "against the rules")
 
 
 def kind(task: dict[str, Any]) -> str:
-    """What is asked for, or that it is against the rules."""
+    """The kind of request, or that it is against the rules."""
     if task["expected"]["refuse"]:
         return "against the rules"
     return "fine" if task["asked"]["waive"] else "renewal"

@@ -1,8 +1,8 @@
 """Sandbox runs behind the jobs' tables; the results of each run are one small file.
 
-A night's work need not be one night of one machine: figures that were measured before, or elsewhere, count as runs of
-one's own where they lie in the folder, and what is missing is run. All runs of a seed begin from one starter policy,
-which differs from one kind of CPU to another.
+The work can be split over nights and machines: files in the folder with figures that were measured earlier or elsewhere
+count as runs, and only missing runs are made. All runs of a seed start from the same starter policy, which differs
+between kinds of CPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Measured:
     spent: Mapping[int, Spend]
     """Evaluated step -> spend up to its end."""
     policy: str
-    """Begins the SHA-256 of the weights that it started from, which differ from one kind of CPU to another."""
+    """Start of the SHA-256 of the weights that it started from, which differ between kinds of CPU."""
 
     @property
     def last(self) -> int:
@@ -64,7 +64,7 @@ class Measured:
         return max(self.evaluations)
 
     def within(self, dollars: float) -> int:
-        """The last evaluated step whose run had spent no more."""
+        """The last evaluated step by which the run had spent at most ``dollars``."""
         return max(step for step in self.evaluations if self.spent[step].dollars <= dollars)
 
 
@@ -95,9 +95,9 @@ def policy_of(model: Path) -> str:
 def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wanted]) -> list[Wanted]:
     """The runs of ``waiting`` that can be made here, so that all runs of a seed begin from one policy.
 
-    A comparison is within a seed; another seed may have begun from another policy, of another machine. A seed that has
-    runs from a policy which is not this machine's is left out, with a line; one that has runs from two ends the program
-    with a line.
+    Comparisons are within a seed; another seed may start from another policy, made on another machine. A seed whose
+    runs start from a policy that this machine does not have is left out, with a message; a seed with runs from two
+    policies ends the program.
 
     Args:
         found: seed and what is known of a run of it.
@@ -160,7 +160,7 @@ class Wanted:
 
     @property
     def name(self) -> str:
-        """Of its folder and its file.
+        """Name of its folder and its file.
 
         >>> Wanted(preset="sandbox-hard", setting="draco", seed=1, steps=6, every=2, runs_per_task=3).name
         'draco-hard-seed1-steps6'
@@ -175,11 +175,11 @@ class Wanted:
         return [f"seed={self.seed}", f"train.steps={self.steps}", *measured, *self.overrides]
 
     def known(self, folder: Path) -> Measured | None:
-        """What was measured of it, from its file in ``folder``."""
+        """Its measurements, from its file in ``folder``; None if there is no file."""
         return read(folder / f"{self.name}.jsonl", self.words)
 
     def make(self, root: Path, folder: Path) -> Measured:
-        """Train and measure it, or go on where it was stopped; a failure ends the program with a line."""
+        """Train and measure it, or continue where it was stopped; a failure ends the program with a message."""
         where = [f"run.root={root}", f"run.name={self.name}"]
         command = ["train", self.preset, "--setting", self.setting, *self.words, *where]
         if (root / self.name / "config.yaml").is_file():
@@ -238,7 +238,7 @@ def default_steps(preset: str) -> int:
 
 
 def write(path: Path, words: Sequence[str], measured: Measured) -> None:
-    """Keep what was measured, with the words that asked for it and where that was: a line for it, a line a task."""
+    """Write measurements: a line with the arguments and the machine, then a line per evaluated step and per task."""
     lines: list[dict[str, Any]] = [
         {
             "words": list(words),
@@ -270,10 +270,10 @@ def write(path: Path, words: Sequence[str], measured: Measured) -> None:
 
 
 def read(path: Path, words: Sequence[str]) -> Measured | None:
-    """What was measured for these words; None where there is no such file.
+    """The measurements for these arguments; None if there is no such file.
 
-    One with a learning curve will do where none was asked for, so the noise bench takes the ablation's runs. A file
-    that is damaged, or was measured for other words, ends the program with a line.
+    A file with a learning curve also serves if none is requested, so the noise bench can use the ablation's runs. A
+    file that is damaged, or was measured with other arguments, ends the program with a message.
     """
     if not path.is_file():
         return None

@@ -40,7 +40,7 @@ PRELOADED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """One broken rule, and the tests that hold it."""
+    """One broken rule, and the tests that must notice it."""
 
     row: str
     """Row of the table in docs/method.md."""
@@ -72,7 +72,7 @@ def broken(text: str, mutation: Mutation) -> str:
 
 
 def copy_tree(folder: Path) -> None:
-    """A tree in which the package can be broken, and everything else is this one's."""
+    """Make a tree with a copy of the package, which can be broken, and links to everything else."""
     for path in REPOSITORY.iterdir():
         if path.name in COPIED:
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -110,7 +110,7 @@ def _run_tests(tree: Path, tests: Sequence[str], answer: Connection) -> None:
 def verdicts(tree: Path, tests: Sequence[str]) -> dict[str, str]:
     """What becomes of each test in ``tree``: ``fails`` if any part of it does, ``skipped`` or ``PASSES``.
 
-    They run in a fork of this process, in which what they import from elsewhere is loaded already.
+    They run in a fork of this process, which has loaded the packages that they import.
 
     Raises:
         RuntimeError: pytest could not run them.

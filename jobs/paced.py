@@ -30,8 +30,8 @@ class Repertoire:
     """What a `PacedEngine` can say."""
 
     scripts: Mapping[tuple[int, ...], tuple[Script, ...]]
-    """By the token ids of a task's prompt. The scripts of a task differ in their first turn already, so that the
-    history of an episode says which of them it follows."""
+    """Token ids of a task's prompt -> its scripts. They differ from their first turn on, so that an episode's history
+    tells which one it follows."""
     end_of_turn_id: int
 
 
@@ -47,14 +47,14 @@ class PacedEngine:
         self._tokens_per_second = tokens_per_second
 
     async def look(self) -> EngineProcess:
-        """It serves, as the one process it is."""
+        """Report one process that serves."""
         return EngineProcess(identity="paced", node=ray.get_runtime_context().get_node_id(), serves=True)
 
     async def start(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def serve(self) -> None:
-        """It does."""
+        """Do nothing: the engine always serves."""
 
     async def sample(
         self, token_ids: list[int], max_tokens: int, seed: int | None = None, temperature: float | None = None
@@ -74,11 +74,11 @@ class PacedEngine:
         )
 
     async def set_speed(self, tokens_per_second: float) -> None:
-        """From the next turn on."""
+        """Set the speed from the next turn on."""
         self._tokens_per_second = tokens_per_second
 
     async def stop(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
     def _next_turn(self, history: tuple[int, ...], seed: int) -> tuple[int, ...]:
         for prompt, scripts in self._repertoire.scripts.items():
@@ -109,14 +109,14 @@ class LearnerPace:
     tokens_per_second: float
     """Sampled tokens whose gradients are accumulated in a second."""
     remember_share: float = 0.25
-    """Time of taking old log-probs, in units of the gradients' of the same samples: one forward pass, where a gradient
-    is two (the second one without the adapter) and a backward pass of twice the cost."""
+    """Time for old log-probs relative to gradients of the same samples: one forward pass, compared with two (the second
+    one without the adapter) and a backward pass of twice the cost."""
     update_seconds: float = 0.1
-    """Of the optimizer."""
+    """Seconds of an optimizer step."""
 
 
 class PacedLearnerActor:
-    """One thing at a time, in the order in which it was asked; each takes the time that its pace says."""
+    """Does one task at a time, in the order of the calls; each takes the time that its pace says."""
 
     def __init__(self, pace: LearnerPace) -> None:
         self._pace = pace
@@ -159,11 +159,11 @@ class PacedLearnerActor:
         )
 
     async def set_pace(self, pace: LearnerPace) -> None:
-        """From the next task on."""
+        """Set the pace from the next task on."""
         self._pace = pace
 
     async def done(self) -> list[LearnerTask]:
-        """What it did since this was asked last."""
+        """The tasks done since the last call."""
         done, self._done = self._done, []
         return done
 
@@ -200,7 +200,7 @@ class PacedLearner:
         await self._actor.set_pace.remote(pace)
 
     async def done(self) -> list[LearnerTask]:
-        """What the learner did since this was asked last."""
+        """The learner's tasks done since the last call."""
         return await self._actor.done.remote()
 
     def stop(self) -> None:

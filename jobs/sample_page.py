@@ -4,8 +4,8 @@
 
 The page is that of the run after so many steps.
 
-The page names no place of the machine that made it: the configuration's paths are those of the repository, and a page
-in which another absolute path is left is refused.
+The page contains no path of the machine that made it: the configuration's paths are made relative to the repository,
+and a page with another absolute path is refused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def write_sample(run: RunDirectory, out: Path, steps: int = 4) -> None:
 
 
 def _cut(run: RunDirectory, steps: int) -> None:
-    """Remove what came after so many steps."""
+    """Remove everything after the first ``steps`` steps."""
     lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     kept = [line for line in lines if json.loads(line)["step"] <= steps]
     (run.path / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")

@@ -86,11 +86,11 @@ def cells(folder: Path) -> list[str]:
 
 
 def rate(evaluations: Sequence[Evaluation]) -> ClusteredMean:
-    """The share of rollouts that reach their goal, a lost one not, with what each scenario adds to it."""
+    """The share of successful rollouts (lost ones count as failures), clustered by scenario."""
     successes: dict[str, list[bool]] = defaultdict(list)
     for evaluation in evaluations:
         successes[evaluation.task_id].append(evaluation.success)
-    # Where an environment groups no tasks each is a scenario of its own.
+    # In an environment without scenarios, each task is its own scenario.
     scenario = {evaluation.task_id: evaluation.scenario or evaluation.task_id for evaluation in evaluations}
     means = {task: sum(found) / len(found) for task, found in successes.items()}
     return clustered_mean([means], scenario.__getitem__, trials=len(evaluations))
