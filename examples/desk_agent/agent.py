@@ -1,7 +1,7 @@
-"""A desk's agent, written against OpenAI's SDK as it would be for any model: it has a policy desk as a sub-agent.
+"""An order desk's agent, written with OpenAI's SDK as for any model; a policy desk is its sub-agent.
 
-It knows nothing of draco-ray: `OpenAI()` takes the URL and the key from its environment, and it would run as well
-against a provider's model. It does one task, and prints what became of it.
+It knows nothing of draco-ray: `OpenAI()` takes the URL and the key from its environment, and it would also run
+with a provider's model. It does one task, and prints the outcome.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TOOLS = [
 
 
 def play(client: OpenAI, instruction: str, state: str) -> dict[str, Any]:
-    """Serve one customer, whose order came in ``state``. Returns: whether it was looked up, and what became of it."""
+    """Serve one customer, whose order arrived in ``state``. Returns: whether it was looked up, and what it became."""
     outcome: dict[str, Any] = {"looked_up": False, "became": None}
 
     def call(name: str) -> str:

@@ -1,9 +1,9 @@
-"""Writes demonstrations for `draco sft`: what an agent and a policy desk of mixed care say.
+"""Writes demonstrations for `draco sft`: conversations of an agent and a policy desk that both make mistakes.
 
     python examples/desk_agent/demonstrations.py FILE
 
-The starter policy, a stand-in for a pretrained model that can call tools, is trained on them. They are of the training
-tasks alone. What the sub-agent is asked is a conversation of its own, as in a rollout.
+The starter policy, a stand-in for a pretrained model that can call tools, is trained on them. They use training
+tasks only. The sub-agent has a conversation of its own, as in a rollout.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from agent import DESK, TOOLS
 from tasks import REFUNDED, rows
 
 LOOKS, DESK_KNOWS, FOLLOWS = 0.75, 0.8, 0.8
-"""How often each is done as it should be."""
+"""Probabilities: the agent looks an order up, the desk answers correctly, the agent follows the desk."""
 VARIANTS = 20
 """Demonstrations of each task."""
 

@@ -27,7 +27,7 @@ def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def desk_knows(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """What the sub-agent answers is the policy."""
+    """The sub-agent's answers agree with the policy."""
     answers = [step for step in steps if "tool_call" not in step.code]
     wrong, right = [], []
     for looked, answer in zip(_calls(steps, "look_up"), answers, strict=False):
@@ -41,7 +41,7 @@ def desk_knows(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def follows_desk(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """The decision is what the policy desk said."""
+    """The decision agrees with the policy desk's answer."""
     said = [re.search(r"says (yes|no)", step.output or "") for step in _calls(steps, "look_up")]
     decided = _calls(steps, "refund", "decline")
     if not said or said[-1] is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 REFUNDED = {"damaged": True, "late": True, "opened": False, "used": False}
-"""How an order came, or came back -> whether the shop's policy refunds it."""
+"""State of an order -> whether the shop's policy refunds it."""
 WORDS = (
     "Please refund my {thing}.",
     "I want my money back for the {thing}.",
@@ -16,7 +16,7 @@ THINGS = ("lamp", "chair", "book", "kettle", "shirt", "phone")
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every thing in every state and two wordings; of half of them, what came how is held out."""
+    """Every thing in every state, in two wordings; half of the combinations of thing and state are held out."""
     return [
         {
             "id": f"{thing}_{state}_{wording}",

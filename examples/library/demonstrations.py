@@ -1,4 +1,4 @@
-"""Writes tasks.jsonl and demonstrations.jsonl: members' requests, and what clerks of mixed care did about them.
+"""Writes tasks.jsonl and demonstrations.jsonl: members' requests, and what clerks who make mistakes did.
 
 Held-out tasks (split dev) come in groups of four variants of one request, in words that no training task uses.
 """

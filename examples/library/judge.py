@@ -51,7 +51,7 @@ def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int
 def _part(
     asked: bool, looks: Sequence[int], right: Sequence[int], wrong: Sequence[int], missing: bool, steps: Sequence[Step]
 ) -> tuple[Verdict, Sequence[int]]:
-    """Whether one part of a request was handled: nothing passes that was not looked up, or where nothing was done."""
+    """The verdict on a part of a request; it fails if anything is wrong or missing, not looked up, or undecided."""
     if not asked:
         return (Verdict.FAIL, wrong) if wrong else (Verdict.NOT_APPLICABLE, [])
     if wrong or missing or not looks or not _steps_with(steps, *ACTS):

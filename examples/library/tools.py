@@ -89,7 +89,7 @@ def end_state() -> dict[str, list]:
 
 
 def evaluate(task: dict, state: dict) -> dict[str, bool]:
-    """Whether exactly what the rules allow was done, after a look, and a refusal told where something was not."""
+    """Whether exactly what the rules allow was done, after looking it up, and anything else was refused."""
     expected, calls = task["expected"], [what for what, _ in state["log"]]
     refused, waived = "refuse" in calls, "waive_fine" in calls
     looks = {"renew": "list_loans", "waive_fine": "show_member"}

@@ -74,7 +74,7 @@ class Desk:
     replies: list[str] = field(default_factory=list)
 
     async def act(self, action: str) -> str:
-        """Carry out every line and print what it led to."""
+        """Carry out every line; returns a line of output for each."""
         lines = [line.split(maxsplit=1) for line in action.splitlines() if line.strip()]
         return "\n".join(self._one(words[0].lower(), words[1].strip() if len(words) > 1 else "") for words in lines)
 
@@ -97,7 +97,7 @@ class Desk:
         return f"{given}: {after}"
 
     async def evaluate(self) -> WorldVerdict:
-        """Whether the orders are as they should be, and the customer has heard of it."""
+        """Whether the orders are in their expected states, and the customer got a reply."""
         if self.expected is None:
             raise WorldError(f"task {self.task.task_id}: the desk was opened without ground truth")
         wrong = [order for order, state in self.expected.items() if self.orders[order] != state]

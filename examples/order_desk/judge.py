@@ -27,13 +27,13 @@ def no_errors(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def replies(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """The customer hears of it."""
+    """The customer gets a reply."""
     said = [step.number for step in steps if any(line.startswith("reply") for line in _lines(step))]
     return (Verdict.PASS, said) if said else (Verdict.FAIL, [])
 
 
 def serves(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """What is asked for is tried."""
+    """The requested refund or shipment is tried."""
     wanted = "refund" if re.search(r"\brefund\b", task, re.IGNORECASE) else "ship"
     tried = [step.number for step in steps if any(line.startswith(wanted) for line in _lines(step))]
     return (Verdict.PASS, tried) if tried else (Verdict.FAIL, [])

@@ -1,8 +1,8 @@
-"""Writes demonstrations of a taskset for `draco sft`: what a clerk, or a player of Hangman, of mixed care says.
+"""Writes demonstrations of a taskset for `draco sft`: a clerk, or a player of Hangman, who makes mistakes.
 
     .venv-verifiers/bin/python examples/parcels/demonstrations.py parcels FILE     # or: hangman
 
-The starter policy, a stand-in for a pretrained model, is trained on them. They are of training tasks alone.
+The starter policy, a stand-in for a pretrained model, is trained on them. They use training tasks only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from verifiers.v1.utils.loaders import load_taskset, taskset_config_type
 HERE = Path(__file__).parent
 DEMONSTRATIONS = 600
 KNOWS = 0.6
-"""How often the clerk does as the rules of the house say."""
+"""Probability that the clerk follows the rules of the house."""
 REPEATS, RARE = 0.15, 0.2
-"""How often the player guesses a letter again, and one that few words have."""
+"""Probabilities that the player repeats a letter, and that it guesses a rare one."""
 COMMON, OTHERS = "ETAOINSR", "DLUCMPHG"
 
 
 def clerk(task: vf.Task, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """A shelf for every parcel, often the wrong one, now and then one that is not there."""
+    """A shelf for every parcel; sometimes it is wrong, or does not exist."""
     from parcels import SHELF, answer, question
 
     asked = question(task.data.parcels[0])
@@ -51,7 +51,7 @@ def begun(task: vf.Task) -> Any:
 
 
 def player(task: vf.Task, chance: random.Random) -> Iterator[tuple[str, str]]:
-    """Letters in brackets, in the game itself."""
+    """Letters in brackets, played in the real game."""
     from verifiers.v1.tasksets.textarena.taskset import _latest_feedback
 
     game = begun(task)
@@ -60,7 +60,7 @@ def player(task: vf.Task, chance: random.Random) -> Iterator[tuple[str, str]]:
         rare = chance.random() < RARE
         left = [letter for letter in (OTHERS if rare else COMMON) if letter not in guessed]
         again = guessed and (not left or chance.random() < REPEATS)
-        # Of the common letters always the same one first: a small model learns an order, but hardly what is left.
+        # Guess common letters in a fixed order: a small model learns an order, but hardly which letters are left.
         letter = chance.choice(guessed if again else left if rare else left[0])
         guessed += letter
         yield asked, f"[{letter}]"

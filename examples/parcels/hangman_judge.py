@@ -36,7 +36,7 @@ def well_formed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def common_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """No letter is tried that few words have while a frequent one is left."""
+    """No rare letter is tried while a frequent one is left."""
     left, rare, common = set(COMMON), [], []
     for guess, number in _guesses(steps):
         if guess in COMMON:

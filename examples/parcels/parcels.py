@@ -18,7 +18,7 @@ THINGS = ("vase", "box", "lamp", "crate", "case", "tin", "pot", "bag")
 
 
 class ParcelData(vf.TaskData):
-    """What comes in: its kinds, in order."""
+    """The parcels that come in, in order."""
 
     parcels: list[str]
 
@@ -56,13 +56,13 @@ def question(parcel: str) -> str:
 
 
 def answer(shelf: str, parcel: str) -> str:
-    """What it says of a shelf, and asks next."""
+    """The desk's reply to a shelf, and its next question."""
     put = f"On shelf {shelf}." if shelf in ("A", "B", "C") else "There is no such shelf."
     return f"{put} Next: a {parcel}."
 
 
 def mornings() -> list[list[str]]:
-    """Three parcels a morning: every order of kinds once, each as other things."""
+    """Three parcels a morning: each sequence of kinds once, with varying things."""
     orders = list(itertools.product(KINDS, repeat=3))
     random.Random(0).shuffle(orders)
     return [

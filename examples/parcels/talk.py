@@ -1,4 +1,4 @@
-"""A harness that only talks, in the environment server's own process: none has to be started for every turn."""
+"""A harness that only talks, in the environment server's own process, so that no turn has to start one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TalkConfig(vf.HarnessConfig):
 
 
 class Talk(vf.Harness[TalkConfig]):
-    """Says the conversation so far to the policy, once a turn."""
+    """Sends the conversation so far to the policy, once per turn."""
 
     APPENDS_SYSTEM_PROMPT: ClassVar[bool] = True
     SUPPORTS_RESUME: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Writes tasks.jsonl and demonstrations.jsonl: what a clerk of mixed care did, its results from the real tools.
+"""Writes tasks.jsonl and demonstrations.jsonl: what a clerk who makes mistakes did, with results of the real tools.
 
 The demonstrations are what the example's starter policy, a stand-in for a pretrained model, is trained on.
 """
@@ -25,7 +25,7 @@ TWO = (
     "Refund the {} and the {}, please.",
 )
 CARE = {"hasty": 0.3, "stubborn": 0.2, "strict": 0.15, "idle": 0.2}
-"""Chances of a fault: decides without a look, refunds or declines whatever it sees, leaves in between."""
+"""Probability of each fault: decides without looking, refunds everything, declines everything, decides nothing."""
 
 
 def tasks(number: int, split: str, rng: random.Random) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def decides_all(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def follows_policy(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """What is delivered is refunded, what is not is declined; of orders whose state was seen."""
+    """Delivered orders are refunded, others declined; only orders whose state was shown count."""
     states: dict[str, str] = {}
     wrong: list[int] = []
     right: list[int] = []

@@ -21,10 +21,10 @@ class DracoGroupConfig(BestOfNEnvConfig):
     """The attempts of best-of-n, and their judge."""
 
     judge: str = "openai/gpt-5.4"
-    """LiteLLM's name of it."""
+    """LiteLLM's name of the judge."""
     api_base: str | None = None
     budget: float | None = None
-    """Dollars, for all groups of this process."""
+    """Budget in dollars, for all groups of this process."""
 
 
 class DracoGroup(vf.Env[DracoGroupConfig]):
