@@ -86,7 +86,7 @@ def _cluster_file(gcs: str, head: Mapping[str, float], node: Mapping[str, float]
 def autoscaling_cluster(
     tmp_path: Path, *, head: Mapping[str, float], node: Mapping[str, float], most: int
 ) -> Iterator[dict[str, str]]:
-    """A head with those resources, to which up to so many nodes come with those; gives a driver's environment."""
+    """A head with the resources ``head``, and up to ``most`` nodes with ``node``; yields a driver's environment."""
     # Ray's sockets lie in its folder, and the path of a socket must be short.
     folder = Path(tempfile.mkdtemp(prefix="ray"))
     (tmp_path / "token").write_text(secrets.token_hex(32))
@@ -103,7 +103,7 @@ def autoscaling_cluster(
         *(sys.executable, "-m", "ray.scripts.scripts"),
         *("start", "--head", "--block", "--disable-usage-stats"),
         *("--node-ip-address=127.0.0.1", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"),
-        # Not the default ones, which the Ray of another test may hold.
+        # Not the default ports, which the Ray of another test may use.
         *(f"--dashboard-agent-listen-port={free_port()}", f"--ray-client-server-port={free_port()}"),
         *(f"--num-cpus={head['CPU']:g}", "--resources", json.dumps(others), f"--object-store-memory={OBJECT_STORE}"),
         f"--autoscaling-config={folder / 'cluster.yaml'}",
@@ -112,7 +112,7 @@ def autoscaling_cluster(
         **environment,
         "RAY_FAKE_CLUSTER": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
-        # Ray's workers yield to everything else by default: beside another test each would import LiteLLM for minutes.
+        # By default Ray's workers have low priority: beside another test, importing LiteLLM would take minutes in each.
         "RAY_worker_niceness": "0",
         # As `ray up` and KubeRay start a head.
         "RAY_enable_autoscaler_v2": "1",
@@ -135,7 +135,7 @@ def autoscaling_cluster(
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """End it and all below it: the nodes that were added are children of the autoscaler and would outlive it."""
+    """End a process and its descendants: added nodes are children of the autoscaler and would outlive it."""
     started: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         started = psutil.Process(process.pid).children(recursive=True)
@@ -175,7 +175,7 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 def added_nodes() -> set[str]:
-    """Number of running nodes without the head."""
+    """Ids of the running nodes without the head."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {FAKE_HEAD_NODE_ID}
 
 

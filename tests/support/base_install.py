@@ -1,4 +1,4 @@
-"""A process in which what only the extras bring cannot be imported, as after ``pip install draco-ray``.
+"""A process that cannot import the packages of the extras, as after ``pip install draco-ray``.
 
 Run as ``python -m tests.support.base_install CODE``.
 """

@@ -1,4 +1,4 @@
-"""A stand-in for the batch APIs of OpenAI and Anthropic: a real HTTP server, whose batches end after some looks."""
+"""A stand-in for the batch APIs of OpenAI and Anthropic: a real HTTP server, whose batches end after some polls."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class BatchServer:
         """
         Args:
             answer: writes the replies.
-            looks: at a batch until it has ended.
-            fails: requests with this in them are errors.
-            refuses: requests with this in them are refused as invalid.
+            looks: number of polls until a batch has ended.
+            fails: requests that contain this text fail.
+            refuses: requests that contain this text are refused as invalid.
             invalid: code of the error with which OpenAI's batches fail before any request runs; None: they do not.
         """
         self.answer, self.looks, self.fails, self.refuses = answer, looks, fails, refuses
@@ -95,7 +95,7 @@ class BatchServer:
         if not self._ended(batch):
             return JSONResponse(self._state(batch))
         if not self.batches[batch].get("ended"):
-            # As OpenAI's does, it says that a batch has ended before it names the file of replies.
+            # Like OpenAI's server, report that a batch has ended before naming the file of replies.
             self.batches[batch]["ended"] = True
         elif "output" not in self.batches[batch]:
             output = f"file-{len(self.files)}"

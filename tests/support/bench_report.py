@@ -2,9 +2,9 @@
 
     python -m tests.support.bench_report runs/NAME --rollouts 10000
 
-A recorded run's training steps are repeated until there are so many rollouts; the page is made of that and opened in a
-headless browser. With ``--text-kib`` each rollout's outputs grow by so much made-up text, as long as those of a longer
-task. Prints a Markdown table.
+A recorded run's training steps are repeated up to this number of rollouts; their page is written and opened in a
+headless browser. ``--text-kib`` adds that much made-up text to each rollout's outputs, as of a longer task. Prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORDS = ("blue", "song", "night", "river", "payment", "dinner", "rent", "taxi", 
 
 
 def longer(rows: pa.Table, kib: float, rng: random.Random) -> pa.Table:
-    """The ``steps`` table with more output: records such as an API lists, the last turn of a rollout left alone."""
+    """The ``steps`` table with more output, in records as an API lists them; turns without output stay as they are."""
     ran = [output is not None for output in rows.column("observation").to_pylist()]
     rollouts = len({(row["task_id"], row["rollout"]) for row in rows.select(["task_id", "rollout"]).to_pylist()})
     characters = 1024 * kib * rollouts / max(1, sum(ran))
@@ -50,7 +50,7 @@ def longer(rows: pa.Table, kib: float, rng: random.Random) -> pa.Table:
 
 
 def repeated(run: RunDirectory, path: Path, rollouts: int, kib: float) -> tuple[RunDirectory, int]:
-    """A run directory with the steps of ``run`` over and over, and how many rollouts it holds."""
+    """A run directory with the repeated steps of ``run``, and its number of rollouts."""
     path.mkdir()
     rng = random.Random(0)
     shutil.copy(run.path / "config.yaml", path)

@@ -105,7 +105,7 @@ class Browser:
             time.sleep(0.05)
 
     def click(self, selector: str) -> None:
-        """Click the middle of the first element that matches, as a mouse does: what lies on top gets it."""
+        """Click the middle of the first element that matches, as a mouse does: the topmost element gets the click."""
         found = json.dumps(selector)
         self.run(f"document.querySelector({found}).scrollIntoView({{block: 'center'}})")
         box = self.run(f"document.querySelector({found}).getBoundingClientRect().toJSON()")
@@ -138,7 +138,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", **key)
 
     def downloads(self, folder: Path) -> None:
-        """Save what the page offers for download in ``folder``."""
+        """Let the page's downloads be saved in ``folder``."""
         self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def screenshot(self, path: Path) -> None:
@@ -146,7 +146,7 @@ class Browser:
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _address(self, profile: Path) -> str:
-        """Where the tab's DevTools socket is: the browser writes its port into its profile."""
+        """URL of the tab's DevTools socket; the browser writes its port into its profile."""
         note = profile / "DevToolsActivePort"
         deadline = time.monotonic() + 60
         while not note.exists() or "\n" not in note.read_text():

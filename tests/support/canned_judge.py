@@ -1,7 +1,7 @@
 """A stand-in for a judge of flight bookings: right in form, and as simple as the traces of tests/support/traces.
 
-It proposes two criteria, passes the first where the run books DL9 and the second always, and holds the step responsible
-in which a flight is booked, else the last.
+It proposes two criteria. The first passes if the run books DL9, the second always. The step that books a flight, else
+the last step, is responsible.
 """
 
 from __future__ import annotations

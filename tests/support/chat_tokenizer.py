@@ -58,7 +58,7 @@ PHI = (
     "{%- for message in messages %}{{- '<|' + message.role + '|>' + message.content + '<|end|>' }}{%- endfor %}"
     "{{- '<|assistant|>' if add_generation_prompt else eos_token }}"
 )
-"""Phi's form: a role is a token, and what ends a text is not what ends a turn."""
+"""Phi's form: a role is a token, and the end of a text is another token than the end of a turn."""
 
 _TEXTS = (
     "system\nuser\nassistant\nYou solve tasks by writing code. My name is Ann Lee. Your task is: like the songs.\n\n",

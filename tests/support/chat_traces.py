@@ -13,7 +13,7 @@ FAULTS: tuple[tuple[Fault, ...], ...] = ((), (Fault.FIRST_PAGE_ONLY,))
 
 
 def chat_traces(path: Path, groups: int, faults: tuple[tuple[Fault, ...], ...] = FAULTS) -> Path:
-    """Write so many tasks, each run once with each set of faults; the judge's verdicts on them are the rule judge's."""
+    """Write ``groups`` tasks, each run once with each set of faults, which the rule judge can judge."""
     with path.open("w", encoding="utf-8") as file:
         for number in range(groups):
             for rollout, each in enumerate(faults):

@@ -27,7 +27,7 @@ fs.S3FileSystem(endpoint_override=sys.argv[1], region="us-east-1", allow_bucket_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsCluster:
-    """What a test does with it."""
+    """The cluster, as a test uses it."""
 
     network: Network
     token: str
@@ -36,10 +36,10 @@ class HostsCluster:
     store: str
     """Address of the S3 server, outside."""
     logs: Path
-    """Of Ray on each host."""
+    """Folder of Ray's logs, one per host."""
 
     def environment(self, host: Host) -> dict[str, str]:
-        """Of every process of the cluster."""
+        """Environment variables of every process of the cluster."""
         return host.environment(
             RAY_AUTH_MODE="token",
             RAY_AUTH_TOKEN=self.token,
@@ -51,7 +51,7 @@ class HostsCluster:
         )
 
     def join(self, name: str, mounts: Mapping[Path, Path], resources: Sequence[str]) -> None:
-        """Add a host that runs Ray, and starts it again whenever it has ended; returns once it has started."""
+        """Add a host that runs Ray and restarts it whenever it ends; returns once Ray has started."""
         host = self.network.add(name, mounts)
         where = [f"--address={self.network[HEAD].address}:{GCS_PORT}"]
         if name == HEAD:
@@ -63,7 +63,7 @@ class HostsCluster:
         ]
         log = self.logs / f"{name}.log"
         with log.open("w") as file:
-            # It belongs to the host and ends with it.
+            # The process belongs to the host and ends with it.
             process = subprocess.Popen(
                 host.command("sh", "-c", 'while :; do "$@"; sleep 1; done', "sh", *ray),
                 env=self.environment(host),
@@ -90,7 +90,7 @@ class HostsCluster:
         )
 
     def do(self, *words: str, name: str = HEAD, timeout: float = 1500) -> subprocess.CompletedProcess[str]:
-        """Do it there, to its end."""
+        """Run a program on a host to its end."""
         process = self.start(*words, name=name)
         stdout, stderr = process.communicate(timeout=timeout)
         return subprocess.CompletedProcess(words, process.returncode, stdout, stderr)
@@ -102,7 +102,7 @@ class HostsCluster:
 
     @property
     def options(self) -> str:
-        """Behind a URL in the store."""
+        """Options to append to a URL in the store."""
         return f"?endpoint_override={self.store}&scheme=http&region=us-east-1"
 
 
@@ -111,8 +111,8 @@ def cluster_of_hosts(folders: Mapping[str, Mapping[Path, Path]], logs: Path) -> 
     """Three hosts with Ray, and what is outside.
 
     Args:
-        folders: of each, as of `tests.support.hosts.Network.add`.
-        logs: what `ray start` says comes there.
+        folders: host -> its ``mounts`` for `tests.support.hosts.Network.add`.
+        logs: folder for the output of `ray start`.
     """
     with network() as net, contextlib.ExitStack() as stack:
         outside = stack.enter_context(

@@ -38,7 +38,7 @@ def repository(folder: Path) -> Path:
 
 
 def left(mark: str) -> list[psutil.Process]:
-    """Processes with this word that still run."""
+    """Running processes with this word in their command line."""
     running = psutil.process_iter(["cmdline", "status"])
     return [each for each in running if mark in (each.info["cmdline"] or ()) and each.info["status"] != "zombie"]
 
@@ -70,7 +70,7 @@ class Workspaces:
         return WorkspaceEnvironment(self.config, self.data, ground_truth=ground_truth, name="test")
 
     async def play(self, sampler: ScriptedSampler, *, rollout: int = 0, task: str = "1", **agent: Any) -> Trajectory:
-        """One rollout; `verdict` and `kept` are then of it."""
+        """Play one rollout, and set `verdict` and `kept` to its verdict and files."""
         config = AgentConfig.model_validate(
             {
                 "use": "command",

@@ -21,7 +21,7 @@ DRACO = [sys.executable, "-m", "draco_ray.cli"]
 
 
 def draco(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end. It is killed with its children where the test's time is over."""
+    """Run a command to its end; it is killed with its children if the test's time is over."""
     process = start_draco(arguments, environment=environment)
     try:
         stdout, stderr = process.communicate()

@@ -21,5 +21,5 @@ def build_desk_agent_policy(directory: Path) -> Path:
     """Save the model and its tokenizer in ``directory``. Returns the directory."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN25
-    # Half of the time it looks up first, which is what begins a branch.
+    # Half of the time it looks up first, which begins a branch.
     return save_turns_policy(directory, tokenizer, {turn: 4.0 if turn == TURNS[0] else 1.0 for turn in TURNS})

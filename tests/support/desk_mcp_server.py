@@ -1,4 +1,4 @@
-"""An MCP server whose tools do what tools do on bad days: over standard input and output, or HTTP on a given port."""
+"""An MCP server whose tools misbehave, over standard input and output, or over HTTP on a given port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learners in double precision, and what they are held against: the whole model on padded sequences."""
+"""Learners in double precision, and their reference: the whole model on padded sequences."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ CASES: dict[str, list[tuple[int, list[int]]]] = {
     "several groups": [(12, [20, 3]), (4, [8]), (30, [2, 1, 16])],
     "more than a chunk of the delta rule": [(70, [80, 5, 66]), (64, [64, 1])],
 }
-"""Tokens of each group's prompt, and of what its rollouts have after it."""
+"""Name -> for each group the prompt's tokens, and the tokens of each rollout after the prompt."""
 
 
 class Doubled:
-    """The module torch to a model's code: what it asks for in single precision is in double."""
+    """Replaces the module torch in a model's code: its float32 is float64."""
 
     float32 = torch.float64
 
@@ -65,7 +65,7 @@ class Doubled:
 
 
 def double(kind: str, setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
-    """Let a kind of model compute its norms, gates and states in double precision, until `setattr_` is undone."""
+    """Make a kind of model compute its norms, gates and states in double precision, until `setattr_` is undone."""
     setattr_(MODELS[kind][0], "torch", Doubled())
     setattr_(torch.Tensor, "float", torch.Tensor.double)
 
@@ -85,11 +85,11 @@ def learner_of(
     reduce: Callable[[Tensor], object] | None = None,
     **changes: Any,
 ) -> LoraLearner:
-    """In double precision, its adapter away from zero.
+    """A learner in double precision with a non-zero adapter.
 
     Args:
         shared: the workers that share its rows.
-        reduce: adds up over all workers.
+        reduce: sums a tensor over all workers.
         changes: keys of its configuration.
     """
     values: dict[str, Any] = {"gradient_checkpointing": False, "logprob_chunk_tokens": 16, "kl_coefficient": 0.1}
@@ -109,7 +109,7 @@ def learner_of(
 
 
 def samples_of(groups: list[tuple[int, list[int]]], *, equal: bool = False, system: int = 0) -> list[TrainingSample]:
-    """Rollouts of groups, shuffled; every reply ends in a valid token, and with `equal` they are all the same.
+    """Rollouts of groups, shuffled. Every reply ends in a valid token; with `equal` all replies are the same.
 
     The first ``system`` tokens of all prompts are the same.
     """
@@ -182,7 +182,7 @@ def oracle(
 
 
 def gradient_of(learner: LoraLearner) -> Tensor:
-    """What `accumulate` has added up, of all of the adapter."""
+    """The gradient that `accumulate` has summed, for the whole adapter."""
     return torch.cat(
         [parameter.grad.flatten() for parameter in learner.policy.parameters if parameter.grad is not None]
     )

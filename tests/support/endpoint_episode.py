@@ -92,7 +92,7 @@ class Served:
 
     @cached_property
     def openai(self) -> Any:
-        """OpenAI's own client, pointed at it; its types know no plain dictionaries."""
+        """OpenAI's own client for the episode; typed Any, because its types allow no plain dictionaries."""
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.episode.key, max_retries=0)
 
     async def post(self, path: str, content: bytes | str, key: str | None = None) -> httpx.Response:
@@ -102,7 +102,7 @@ class Served:
             return await client.post(self.base_url + path, content=content, headers=headers)
 
     def trajectory(self) -> Trajectory:
-        """The rollout, its books checked."""
+        """The rollout, after `check_books`."""
         played = self.episode.trajectory(EpisodeEnd.FINISHED, None, prompt=(), closing="")
         check_books(played, self.sampler)
         return played
@@ -126,7 +126,7 @@ async def served(
 
 
 def check_books(played: Trajectory, sampler: ScriptedSampler) -> None:
-    """What was sampled is what is recorded, once, behind the very tokens that the policy saw."""
+    """Check that every sample is recorded once, after exactly the tokens that the policy saw."""
     spoken = [turn for turn in played.turns if turn.role == "assistant"]
     assert sum(turn.last_token - turn.first_token for turn in spoken) == int(played.sampled_T.sum())
     seen = [(prompt, said) for prompt, said in zip(sampler.asked, sampler.sampled, strict=False)]

@@ -27,7 +27,7 @@ LONG = 1_000_000
 
 
 class StandIn:
-    """In the place of `VllmEngine`: a request for `LONG` tokens lasts as long as the process."""
+    """Replaces `VllmEngine`; a request for `LONG` tokens lasts as long as the process."""
 
     dead = False
 
@@ -35,7 +35,7 @@ class StandIn:
         self.version = 0
 
     async def start(self) -> None:
-        """There is nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     async def load(self, adapter: Adapter) -> float:
         """Switch to another version."""
@@ -43,23 +43,23 @@ class StandIn:
         return 0.0
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, **_: Any) -> Sample:
-        """The process that answers, and the version it has."""
+        """Two "tokens": the id of the answering process, and the version of its adapter."""
         if max_tokens == LONG:
-            # Said in a way that outlives no process.
+            # Never answer.
             await asyncio.Event().wait()
         said = [os.getpid(), self.version]
         return Sample(token_ids=said, logprobs=[0.0, 0.0], finish_reason="stop", policy_version=self.version)
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
-        """The version it has."""
+        """The version of the adapter as the only log-prob."""
         return [float(self.version)]
 
     async def stop(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there is nothing to end."""
 
 
 class StandInEngineActor(actor.PolicyEngineActor):
-    """The real actor around it."""
+    """The real actor with the stand-in as its engine."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -68,7 +68,7 @@ class StandInEngineActor(actor.PolicyEngineActor):
 
 
 async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str, Any]:
-    """An engine's node goes in the middle of its requests; another node comes."""
+    """Lose an engine's node during its requests, until another node has joined."""
     asked: list[str] = []
 
     async def canary(scorer: Any) -> float:
@@ -86,10 +86,10 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
     seen["processes"] = len(set(processes))
     held = [asyncio.create_task(clients[0].sample([1], max_tokens=length)) for length in (LONG, LONG)]
     await asyncio.sleep(1)
-    # From then on Ray says of its actor that it died, not that it is unavailable.
+    # From now on Ray reports that the actor died, not that it is unavailable.
     ask_to_go(fleet._processes[0].node)
     lose_node(processes[0])
-    # What they had asked is asked of the other, which holds them, too; a new request of the lost one is answered.
+    # The held requests are sent to the other engine, which holds them, too; it answers a new request of this client.
     elsewhere = await clients[0].sample([1], max_tokens=1)
     seen["elsewhere"] = elsewhere.token_ids == [processes[1], 1]
     await until(lambda: fleet.workers.up == 1)
@@ -118,7 +118,7 @@ def main() -> None:
         "sandbox",
         [
             *("engine.engines=2", "engine.min_engines=1", "engine.gpus_per_engine=0", "engine.cpus_per_engine=1"),
-            # Losing a node is no failure of an engine.
+            # Losing a node does not count as an engine failure.
             *("engine.max_failures=0", "environment.cpus_per_worker=0", "learner.cpus_per_worker=0"),
         ],
     )

@@ -1,7 +1,7 @@
 """flash-linear-attention's own kernels without a GPU: Triton's interpreter runs them, in NumPy.
 
-python tests/support/fla_interpreted.py FOLDER_WITH_FLA SCRATCH: one update's worth of a learner whose delta nets they
-compute, beside the same by transformers' own code. Prints JSON.
+python tests/support/fla_interpreted.py FOLDER_WITH_FLA SCRATCH: one update of a learner whose delta nets they compute,
+and the same update with transformers' own code. Prints JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from draco_ray.records import TrainingSample
 
 WORDS, PROMPT = 64, 20
 LENGTHS = (90, 33)
-"""Of two rollouts that share their prompt: chunks of 64 that are full and not."""
+"""Lengths of two rollouts that share their prompt, with full and partial chunks of 64 tokens."""
 CONFIG = {
     "vocab_size": WORDS,
     "hidden_size": 64,
@@ -42,7 +42,7 @@ CONFIG = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 32,
-    # The first one's gradient comes through the second.
+    # The gradient of the first layer passes through the second.
     "layer_types": ["full_attention", "linear_attention"],
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
@@ -54,7 +54,7 @@ CONFIG = {
 
 
 def interpretable() -> None:
-    """What the interpreter lacks: a GPU to try out configurations on, and loops that count in its own integers."""
+    """Supply what the interpreter lacks: timings of configurations, and loops that count in its own integers."""
     triton.runtime.autotuner.Autotuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
 
     def counted(*bounds: Any) -> Iterator[Any]:
@@ -89,7 +89,7 @@ def samples() -> list[TrainingSample]:
 
 
 def kept_by_layer(learner: LoraLearner, index: int) -> int:
-    """Bytes that a layer keeps of the row for its backward, parameters apart."""
+    """Bytes that a layer keeps for the backward pass of a row, without parameters."""
     layer: Any = learner.policy.peft.get_base_model().get_decoder().layers[index]
     known = {parameter.untyped_storage()._cdata for parameter in learner.policy.peft.parameters()}
     kept: dict[int, int] = {}
@@ -140,7 +140,7 @@ def learned(folder: Path) -> tuple[torch.Tensor, torch.Tensor, LoraLearner]:
 
 
 def noting(asked: list[str], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel, whose calls are noted by name."""
+    """Wrap a kernel so that its calls are recorded in ``asked`` by name."""
 
     def noted(*args: Any, **kwargs: Any) -> Any:
         asked.append(name)
@@ -162,7 +162,7 @@ def main() -> None:
 
     for name, place, attribute in (("rule", Rule, "apply"), ("convolution", convolutions, "causal_conv1d")):
         setattr(place, attribute, noting(asked, name, getattr(place, attribute)))
-    # On a machine with the kernels a learner on the CPU does without them.
+    # A learner on the CPU does not use the kernels, even if they are installed.
     expected, expected_gradient, _ = learned(folder)
     on_cpu = len(asked)
     model.KERNEL_DEVICES = ("cuda", "cpu")

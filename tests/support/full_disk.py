@@ -1,4 +1,4 @@
-"""Fills the disk of a run directory and prints what is said about it as one JSON object, for `test_full_disk`."""
+"""Fills the disk of a run directory and prints the error messages as one JSON object, for `test_full_disk`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TRIES = 10_000
 
 
 def refused(work: Callable[[int], Any]) -> str:
-    """What is said when it can be done no longer."""
+    """Repeat ``work`` until it fails; returns the error message."""
     try:
         for number in range(TRIES):
             work(number)

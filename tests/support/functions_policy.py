@@ -37,8 +37,8 @@ def build_functions_policy(directory: Path, root: Path) -> Path:
     """Save the model and its tokenizer in ``directory``. Returns the directory.
 
     Args:
-        directory: where they go.
-        root: a world's data: each API document of the apps is one token, so that prompts are short.
+        directory: folder to write.
+        root: a world's data root: each API document of its apps becomes one token, so that prompts are short.
     """
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = QWEN25
@@ -52,7 +52,7 @@ def build_functions_policy(directory: Path, root: Path) -> Path:
 
 
 def check_functions(run: RunDirectory) -> None:
-    """What a run of this policy has recorded of its first step: calls and what came of them, and an update."""
+    """Check the first step of a run of this policy: calls, their results, and an update."""
     steps = [step for step in run.table("steps").to_pylist() if step["action"] is not None]
     seen = {name: [step["observation"] for step in steps if f'"{name}"' in step["action"]] for name in NAMES}
     assert any("account_name" in (text or "") for text in seen["supervisor__show_account_passwords"])

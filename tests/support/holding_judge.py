@@ -1,4 +1,4 @@
-"""The rule judge's server, inside the test: counts who was answered what, and can hold back scoring replies."""
+"""The rule judge's server inside the test: counts replies by request, and can hold back scoring replies."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from draco_ray.sandbox.rule_judge.answering import answer
 
 
 class HoldingJudge(JudgeApp):
-    """Use as a context manager; ``base`` is what a run calls its judge's API base."""
+    """Use as a context manager; ``base`` is the value for ``judge.api_base``."""
 
     def __init__(self) -> None:
         super().__init__(Behaviour())
         self.answered: Counter[str] = Counter()
-        """Replies sent, by the whole request."""
+        """Request -> number of replies to it."""
         self.answers_before_holding: int | None = None
-        """Scoring replies after which further ones are held back; None holds none back."""
+        """Number of scoring replies after which all others are held back; None: none is."""
         self.held = 0
         self._scored = 0
         self._socket = socket.socket()
@@ -53,7 +53,7 @@ class HoldingJudge(JudgeApp):
             limit = self.answers_before_holding
             if limit is not None and self._scored >= limit:
                 self.held += 1
-                # Whoever asked is killed meanwhile: nothing was answered, nothing paid for.
+                # The client is killed meanwhile: no reply was sent, so nothing was paid.
                 await asyncio.Event().wait()
             self._scored += 1
         response = await super()._reply(number, asked)

@@ -1,7 +1,7 @@
 """Everything that reads what a policy or a judge wrote, on texts that make careless patterns slow.
 
-Run as a process: ``python -m tests.support.hostile_texts PART``. Its processor time is limited, so that work which
-grows with the square of a text ends it; seconds on the wall do not matter.
+Run as a process: ``python -m tests.support.hostile_texts PART``. Its CPU time is limited, so that work
+quadratic in the length of a text ends the process; wall time does not matter.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.rules import RULES
 
 OUTPUT, REPLY = 20_000, 80_000
-"""Characters."""
+"""Characters of an output, and of a reply."""
 PROCESSOR_SECONDS = 100
-"""About twenty times what a part needs; one quadratic pattern needed 152 for a single text."""
+"""CPU limit, about twenty times what a part needs; one quadratic pattern needed 152 s for a single text."""
 
 UNITS = (
     *(

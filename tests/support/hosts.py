@@ -20,13 +20,13 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OUTSIDE = "10.77.0.254"
-"""Address of what is on no host: the judge's provider, an object store."""
+"""Address of services outside the hosts: the judge's provider, an object store."""
 FOLDER = Path("/srv")
 """Where a host has its own folders."""
 HOME = FOLDER / "home"
 NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 SLOW = ("rate", "4mbit", "burst", "16kb", "limit", "24kb")
-"""Of a token-bucket filter whose queue is short: what comes faster is lost."""
+"""Options of a token-bucket filter with a short queue: packets beyond its rate are lost."""
 
 BOOT = """\
 set -e
@@ -55,26 +55,26 @@ exec cat
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One of them."""
+    """One host."""
 
     name: str
     address: str
     holder: subprocess.Popen[str]
-    """Outside, of the host's first process."""
+    """The process outside the namespaces that started the host's first process."""
     pid: int
-    """Of that process, as seen from outside."""
+    """Id of the host's first process, as seen from outside."""
 
     def command(self, *words: str) -> list[str]:
-        """A command line that does ``words`` there, in its home."""
+        """A command line that runs ``words`` on the host, in its home."""
         enter = ["nsenter", f"--target={self.pid}", *NAMESPACES]
         return [*enter, "sh", "-c", 'cd "$HOME" && exec "$@"', "sh", *words]
 
     def path(self, path: Path) -> Path:
-        """Where a path of the host is for this process."""
+        """The path at which this process sees a path of the host."""
         return Path(f"/proc/{self.pid}/root") / path.relative_to("/")
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Variables of a process there: of this one, but for what belongs to this user, this host or this Ray."""
+        """Environment of a process on the host: this process's, without variables of this user, host or Ray."""
         mine = {
             name: value
             for name, value in os.environ.items()
@@ -83,7 +83,7 @@ class Host:
         return {**mine, "HOME": str(HOME), "PYTHONPATH": str(REPOSITORY), **more}
 
     def end(self) -> None:
-        """It is gone at once, as a machine without power."""
+        """End the host at once, like a power failure."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, 9)
         self.holder.kill()
@@ -107,8 +107,7 @@ class Network:
 
         Args:
             name: of the host.
-            mounts: what it sees below `FOLDER`, and the folder of this machine that it is. What several hosts are given
-                is shared by them.
+            mounts: path below `FOLDER` on the host -> folder of this machine. Hosts with the same folder share it.
         """
         address = f"10.77.0.{len(self.hosts) + 1}"
         stage = self.stack.enter_context(tempfile.TemporaryDirectory())
@@ -135,11 +134,11 @@ class Network:
         return self.hosts[name]
 
     def outside(self, *words: str) -> list[str]:
-        """A command line that does ``words`` where only the network is another."""
+        """A command line that runs ``words`` on this machine, in the outside network."""
         return ["nsenter", f"--target={self.switch.pid}", "--net", *words]
 
     def unplug(self, name: str) -> None:
-        """Nothing reaches the host, nor leaves it."""
+        """Disconnect a host from the network."""
         _do(self.outside("ip", "link", "set", f"to-{name}", "down"))
 
     def plug(self, name: str) -> None:
@@ -147,11 +146,11 @@ class Network:
         _do(self.outside("ip", "link", "set", f"to-{name}", "up"))
 
     def slow(self, name: str) -> None:
-        """What goes to the host is slow, and what is too much at once is lost."""
+        """Slow down packets to a host, and lose those beyond the rate."""
         _do(self.outside("tc", "qdisc", "replace", "dev", f"to-{name}", "root", "tbf", *SLOW))
 
     def lost(self, name: str) -> int:
-        """Packets that `slow` has lost."""
+        """Number of packets lost by `slow`."""
         said = _do(self.outside("tc", "-s", "qdisc", "show", "dev", f"to-{name}"))
         return int(said.split("(dropped ")[1].split(",")[0])
 
@@ -165,7 +164,7 @@ def network(kept: Sequence[Path] = ()) -> Iterator[Network]:
     """A network without hosts, for as long as the block lasts; they end with it.
 
     Args:
-        kept: what hosts see beside the repository and Python, wherever it is.
+        kept: further paths that hosts see, besides the repository and Python.
     """
     with contextlib.ExitStack() as stack:
         switch = _held(stack, ["unshare", "--net", "sh", "-c", "echo ready; exec cat"])
@@ -182,7 +181,7 @@ def network(kept: Sequence[Path] = ()) -> Iterator[Network]:
 
 @cache
 def missing() -> str | None:
-    """Why there can be no hosts here; None: there can."""
+    """Why this machine cannot make hosts; None if it can."""
     for command in ("ip", "tc", "unshare", "nsenter", "mount"):
         if shutil.which(command) is None:
             return f"no hosts can be made here: the command {command} is missing (iproute2, util-linux)"
@@ -196,7 +195,7 @@ def missing() -> str | None:
 
 
 def _held(stack: contextlib.ExitStack, words: Sequence[str]) -> subprocess.Popen[str]:
-    """A process that says when it is ready, and ends with its standard input."""
+    """Start a process that ends with its standard input, and wait until it prints ``ready``."""
     process = subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

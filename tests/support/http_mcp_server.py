@@ -19,23 +19,23 @@ def reply(content: bytes, status: int = 200, kind: str = "application/json", hea
 
 
 def error(code: int, message: str, status: int) -> bytes:
-    """A JSON-RPC error with an HTTP status of its own, for which it needs no id."""
+    """A JSON-RPC error with its own HTTP status, and so without an id."""
     return reply(
         json.dumps({"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": message}}).encode(), status
     )
 
 
 def result(asked: Any, result: Any) -> bytes:
-    """An answer that the protocol knows."""
+    """A valid answer of the protocol."""
     return reply(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}).encode())
 
 
 @contextlib.asynccontextmanager
 async def serving(method: str, odd: bytes | Callable[[Any], bytes] | None) -> AsyncIterator[str]:
-    """The URL of a server with one tool, ``note``; ``odd`` is what it answers ``method`` with, None: nothing, ever.
-    A function makes it of the request.
+    """The URL of a server with one tool, ``note``; ``odd`` is its answer to ``method``, or makes the answer from the
+    request; None: it never answers.
 
-    ``method`` is one of the protocol's, or HTTP's in small letters where the request says none.
+    ``method``: a method of the protocol, or the HTTP method in lower case for requests without one.
     """
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -74,5 +74,5 @@ def _answer(asked: dict[str, Any]) -> bytes:
     if asked.get("method") in results:
         result = {"jsonrpc": "2.0", "id": asked["id"], "result": results[asked["method"]]}
         return reply(json.dumps(result).encode(), headers="mcp-session-id: one\r\n")
-    # Neither a stream of the server's own nor what came after the protocol of 2025.
+    # No stream from the server, and nothing newer than the protocol of 2025.
     return reply(b"", 405) if "id" in asked or not asked else reply(b"", 202)

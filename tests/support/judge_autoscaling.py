@@ -25,16 +25,16 @@ from draco_ray.training.cluster import connect
 from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, until
 
 ASKERS = 20
-"""Calls at one time: more than all workers together take."""
+"""Concurrent calls: more than all workers together take."""
 LATENCY = 2.0
-"""Seconds of a reply."""
+"""Seconds per reply."""
 MOST = 4
 IDLE_SECONDS = 2.0
-"""After which a worker goes, once that is what is looked at."""
+"""Idle time after which a worker is removed, in the part that tests this."""
 
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
-    """Many calls at once, then a worker that falls silent, then nothing."""
+    """Make many calls at once, then stop a worker, then make no calls."""
     pool = JudgePool(judge_starter(config, None, None, "autoscaling"), config)
     pool.open()
     await pool.ready()
@@ -47,7 +47,7 @@ async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
 
 
 async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
-    """Calls that wait, until all the workers and nodes that there may be have come."""
+    """Make more calls than fit, until the maximum number of workers and nodes is there."""
     numbers, answered, enough = itertools.count(), list[Judgement](), asyncio.Event()
 
     async def keep_asking() -> None:
@@ -80,7 +80,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
 
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
-    """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
+    """Make as many calls as the workers hold, and suspend one of the workers: it neither answers nor dies."""
     pool.timeout_seconds, pool.ping_seconds = 10.0, 0.2
     place = pool.workers.pooled[0]
     process = await place.worker.__ray_call__.remote(_process_id)
@@ -93,7 +93,7 @@ async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
             answered = await asyncio.gather(*calls)
         await until(lambda: pool.workers.up == MOST)
     finally:
-        # It is gone by then, unless something is wrong.
+        # The worker is gone by now, unless something is wrong.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGCONT)
     return {
@@ -109,7 +109,7 @@ def _process_id(actor: Any) -> int:
 
 
 async def merge(pool: JudgePool) -> Judgement:
-    """A union whose prompt is our own."""
+    """Ask a union with a prompt of this test."""
     context = CallContext(group="merge", task_id="merge")
     return await pool.ask(
         Reduction, context, messages=(), candidates=list(RUBRIC), trajectories=(), text="Merge nothing."
@@ -117,7 +117,7 @@ async def merge(pool: JudgePool) -> Judgement:
 
 
 async def ask(pool: JudgePool, number: int) -> Judgement:
-    """A rubric for a task that nobody else asks about."""
+    """Ask for the rubric of a task of its own."""
     text = f"Task {number}: like every song of my playlist number {number}."
     context = CallContext(group=f"step1/t{number}", task_id=f"t{number}")
     return await pool.ask(Stage1, context, messages=(Message(role="user", content=text),))
@@ -125,7 +125,7 @@ async def ask(pool: JudgePool, number: int) -> Judgement:
 
 def main(folder: Path) -> None:
     """Prints one JSON object; ``folder`` takes the reply cache."""
-    # One slot for three actors; but an autoscaler brings more.
+    # One slot is too little for three actors, but the autoscaler adds more.
     resources = connect(load_config("sandbox", ["environment.slots=1", "judge.workers=2"]))
     with JudgeServer(latency=LATENCY) as server:
         config = JudgeConfig(
@@ -136,7 +136,7 @@ def main(folder: Path) -> None:
             workers=1,
             max_workers=MOST,
             concurrency_per_worker=2,
-            # Until nothing is asked any more nobody goes, however long a busy machine takes between two calls.
+            # No worker may go before the calls end, however long a busy machine takes between two calls.
             idle_seconds=600.0,
         )
         seen = asyncio.run(grow_and_shrink(config))

@@ -28,7 +28,7 @@ STEPS: dict[int, tuple[tuple[Fault, ...], ...]] = {
 
 
 async def judged_run(path: Path) -> RunDirectory:
-    """Two training steps on one task, two rollouts each, judged by the rule judge; the second step shows a secret."""
+    """Two training steps on one task, two rollouts each, judged by the rule judge; the second step prints a secret."""
     store = RunStore(RunDirectory.create(path, "judge: {rule_judge: {start: true}}\n"))
     judge = Judge(RuleComplete(), load_prompts(CONFIG.prompts), CONFIG)
     for step, faults in STEPS.items():

@@ -1,8 +1,8 @@
 """A judge's calls killed at every line that keeps a reply, a bill or a row, each time resumed to the end.
 
-Run as a process: ``python -m tests.support.kill_points FOLDER``. It prints a JSON line of two runs with one cache, then
-one a kill point: what the provider was paid, what the book of requests holds, and what the archive holds once the run
-was resumed.
+Run as a process: ``python -m tests.support.kill_points FOLDER``. It prints a JSON line for two runs with one cache and
+one per kill point: what the provider was paid, and what the book of requests and the archive contain after the run was
+resumed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DOLLARS = Price(input=1000.0, output=1000.0)
 
 
 async def complete(self: Endpoint, request: Request, server: object, max_tokens: int, timeout: float) -> Any:
-    """The provider: it is paid as soon as it answers. The first task's first answer has to be asked for again."""
+    """The provider: it is paid as soon as it answers. The first task's first reply is invalid and is re-asked."""
     words = sum(len(message.content) for message in request.messages) // 4
     text = "no JSON" if TASKS[0] in request.messages[0].content and len(request.messages) == 1 else ANSWER
     dollars = (words + 20) * DOLLARS.input / 1e6
@@ -65,8 +65,8 @@ def judge_all(folder: Path, cache: Path | None = None) -> None:
     """A step: every task is judged, two at a time, and recorded; then the step is gathered.
 
     Args:
-        folder: of the run and of the list of what was paid.
-        cache: of replies; None: the run's own.
+        folder: folder of the run and of the file of payments.
+        cache: the reply cache; None: the run's own.
     """
     config = JudgeConfig(
         model="openai/m",
@@ -96,7 +96,7 @@ def judge_all(folder: Path, cache: Path | None = None) -> None:
 
 
 def traced(seen: Callable[[Line], None]) -> None:
-    """From now on ``seen`` is told of every line of the modules that keep things, in whatever thread."""
+    """From now on call ``seen`` with every line of the modules in `KEEPING` that runs, in any thread."""
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         if frame.f_code.co_filename not in KEEPING:
@@ -110,7 +110,7 @@ def traced(seen: Callable[[Line], None]) -> None:
 
 
 def lines_of(folder: Path) -> Counter[Line]:
-    """How often each line is come to, told by a process that is not killed."""
+    """How often each line runs in a process that is not killed."""
     counts: Counter[Line] = Counter()
 
     def judge_and_tell() -> None:
@@ -125,7 +125,7 @@ def lines_of(folder: Path) -> Counter[Line]:
 
 
 def killed_at(folder: Path, wanted: Line, time: int) -> None:
-    """Judge, and end without a further step at a line, the ``time``-th time that it is come to."""
+    """Judge, and end the process before the line ``wanted`` runs for the ``time``-th time."""
     left = time
 
     def end(line: Line) -> None:
@@ -139,7 +139,7 @@ def killed_at(folder: Path, wanted: Line, time: int) -> None:
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Do it in a process of its own; returns how that ended."""
+    """Run ``work`` in a process of its own; returns its exit code."""
     if (child := os.fork()) == 0:
         code = 1
         try:
@@ -156,7 +156,7 @@ def _paid(folder: Path) -> list[float]:
 
 
 def found(folder: Path) -> dict[str, Sequence[float]]:
-    """What was paid, what is booked, and what is archived."""
+    """The amounts that were paid, booked and archived."""
     book = read_book(folder / "run/judge_cache")
     archive = RunDirectory(folder / "run").table("judge_calls", 1)
     assert len(set(archive.column("call_id").to_pylist())) == archive.num_rows
@@ -169,7 +169,7 @@ def found(folder: Path) -> dict[str, Sequence[float]]:
 
 
 def side_by_side(folders: Sequence[Path]) -> None:
-    """Two runs with one cache of replies, at the same time, and a third one behind them."""
+    """Two runs with one reply cache at the same time, and a third one after them."""
     cache = folders[0].parent / "cache"
     children = []
     for folder in folders[:2]:
@@ -189,9 +189,9 @@ def side_by_side(folders: Sequence[Path]) -> None:
 
 
 def main() -> None:
-    """Kill once at every line that is come to, in the middle of the times that it is."""
+    """Kill once at every line that runs, halfway through the times that it runs."""
     Endpoint.complete = complete  # type: ignore[method-assign]
-    # Ours is known, and importing LiteLLM makes every fork a large one.
+    # Our price is known, and importing LiteLLM would make every fork large.
     pricing._litellm_price = lambda *_: None
     folder = Path(sys.argv[1])
 
@@ -199,13 +199,13 @@ def main() -> None:
         RunDirectory.create(folder / name / "run", "")
         return folder / name
 
-    # What is worked out once a process need not be once a fork.
+    # Fill caches that are computed once per process, so that forks need not.
     judge_all(begun("before"))
     side_by_side([begun(name) for name in ("one", "other", "later")])
     for point, (line, times) in enumerate(lines_of(begun("whole")).items()):
         tried = begun(str(point))
         killed = forked(partial(killed_at, tried, line, (times + 1) // 2))
-        # How many writes one transaction takes varies, and with it how often some lines run: 0 is a run that ended.
+        # The number of writes in a transaction varies, and so does how often a line runs: 0 means that the run ended.
         if killed not in (KILLED, 0):
             raise RuntimeError(f"it was to be killed at {line} and ended with {killed}")
         if (ended := forked(partial(judge_all, tried))) != 0:

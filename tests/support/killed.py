@@ -1,4 +1,4 @@
-"""A process that is killed at its n-th change of a file: everything before has happened, nothing after does."""
+"""A process that is killed at its n-th change of a file: all earlier changes are made, no later one is."""
 
 from __future__ import annotations
 

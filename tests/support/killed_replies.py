@@ -21,11 +21,11 @@ from draco_ray.judging.reply_cache import FILE, ReplyCache, read_book
 
 LIBC = ctypes.CDLL(None)
 ANSWER: dict[str, object] = {"text": "x" * 9000}
-"""Longer than a page of the database."""
+"""A reply that is longer than a page of the database."""
 
 
 async def write(folder: Path, done: Callable[[str], object]) -> None:
-    """Answers as a judge worker stores them; ``done`` is told of each that it counts on."""
+    """Store replies as a judge worker does; ``done`` is called after each change that must persist."""
     cache = ReplyCache(folder)
     for number in range(2):
         await cache.begin(f"r{number}", 0.5)
@@ -39,7 +39,7 @@ async def write(folder: Path, done: Callable[[str], object]) -> None:
 
 
 def problems(folder: Path, acknowledged: set[str]) -> list[str]:
-    """What a later process finds that should not be, given what the killed one was told of."""
+    """Errors that a later process finds, given the changes that were acknowledged to the killed one."""
     cache = ReplyCache(folder)
     book, found = read_book(folder), []
     with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:
@@ -65,13 +65,13 @@ def problems(folder: Path, acknowledged: set[str]) -> list[str]:
         found.append("batch is not kept")
     if "forgotten" in acknowledged and kept("k0"):
         found.append("k0 is still there")
-    # Whoever comes next writes on.
+    # The next process can still write.
     asyncio.run(cache.put("later", {"text": "a list"}))
     return found if kept("later") else [*found, "nothing can be written any more"]
 
 
 def fork(work: Callable[[int], object]) -> tuple[int, str]:
-    """Exit status and words of a child that does ``work``, which is given where it may write them."""
+    """Wait status and output of a child that runs ``work``, which gets a pipe to write to."""
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         code = 1
@@ -87,7 +87,7 @@ def fork(work: Callable[[int], object]) -> tuple[int, str]:
 
 
 def at(folder: Path, point: int, *, half: bool) -> tuple[bool, list[str]]:
-    """Whether a writer reached that many changes, and what was wrong afterwards."""
+    """Whether a writer was killed at change ``point``, and the errors afterwards."""
 
     def writer(pipe: int) -> None:
         ctypes.c_int.in_dll(LIBC, "killed_writes_half").value = half

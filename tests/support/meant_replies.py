@@ -1,8 +1,8 @@
-"""Judge replies of which it is known what they mean.
+"""Judge replies whose meaning is known.
 
-A reply is drawn as what it means: verdicts, citations or criteria. A style (`HONEST`) is a way in which judges write
-that; an adversary (`ADVERSARIES`) lets the reply say something else as well, after which nobody can tell what it means,
-or only the last of two answers counts. In templates ``@`` is what they are put around.
+First a meaning is drawn: verdicts, citations or criteria. A style (`HONEST`) is a way in which judges write it; an
+adversary (`ADVERSARIES`) makes the reply say something else, too, so that its meaning is unknown, or only the last of
+two answers counts. In templates ``@`` stands for the text that they surround.
 """
 
 # ruff: noqa: SIM905 (lists of short forms read best as one text)
@@ -41,9 +41,9 @@ COURTESIES = (
 ).split("\n")
 
 Entry = dict[str, str]
-"""Names of fields and their values as they are written."""
+"""Field name -> value as JSON text."""
 Meaning = list[tuple[object, ...]]
-"""The verdict and steps of every criterion, or the title and instruction of every one that is proposed."""
+"""Verdict and steps of each criterion, or title and instruction of each proposed criterion."""
 
 
 @dataclass(slots=True)
@@ -56,13 +56,13 @@ class Reply:
     entries: list[Entry] = field(default_factory=list)
     meant: Meaning = field(default_factory=list)
     join: tuple[str, str, str] = ("@", ", ", "[@]")
-    """Around an entry, between two, and around them all."""
+    """Text around an entry, between two entries, and around all entries."""
     shuffled: bool = False
     edits: list[Callable[[str], str]] = field(default_factory=list)
-    """Of the text, the inner ones first."""
+    """Changes of the text, the inner ones first."""
 
     def say(self, place: int, title: str, verdict: int) -> None:
-        """Let the entry and the meaning at ``place`` be that."""
+        """Set the entry and the meaning at ``place``."""
         steps = sorted(self.draw.sample(range(1, STEPS + 1), self.draw.randint(1, 3))) if verdict else []
         said = self.draw.choice(SAID[verdict].split("|"))
         entry: dict[str, object] = {"rubric_index": place, "rubric_title": title}
@@ -111,7 +111,7 @@ def filled(template: str, known: Mapping[str, object]) -> str:
 def drawn(
     draw: random.Random, phase: str, styles: Sequence[str], adversary: str | None
 ) -> tuple[str, list[str], Meaning | None]:
-    """A reply's text, the titles that it is about, and what it means."""
+    """A reply's text, the titles of its criteria, and its meaning (None: unknown)."""
     verdicts = [draw.choice([-1, -1, 0, 1, 1]) for _ in range(draw.choice([2 if adversary in _OF_TWO else 1, 2, 3, 5]))]
     reply = Reply(draw, phase, draw.sample(TITLES, len(verdicts)), verdicts, draw.choice(LAYOUTS))
     for place, (title, verdict) in enumerate(zip(reply.titles, verdicts, strict=True)):
@@ -135,7 +135,7 @@ def _entries(change: Callable[[Reply, int, Entry], Entry]) -> Style:
 
 
 def _values(names: str, pattern: str, *forms: str) -> Style:
-    """One of the forms in the place of a pattern, in every entry."""
+    """Replace a pattern by one of the forms, in every entry."""
 
     def style(reply: Reply) -> None:
         form = reply.draw.choice(forms)
@@ -175,7 +175,7 @@ def _joined(*joins: tuple[str, str, str]) -> Style:
 
 
 def _edited(*changes: tuple[str, str]) -> Style:
-    """A pattern, and what stands in its place in the whole text."""
+    """Replace a pattern in the whole text; ``changes``: pairs of pattern and replacement, of which one is drawn."""
 
     def style(reply: Reply) -> None:
         pattern, form = reply.draw.choice(changes)
@@ -281,13 +281,13 @@ HONEST: dict[str, Style] = {
     ),
     "unseen edges": _around("\ufeff@", "\u200b@", "@\u200b", "\u2060@\ufeff"),
 }
-"""In the order in which they are applied. Those with a question mark are no plain JSON, or leave a doubt."""
+"""In the order in which they are applied. Names end in a question mark if the style is no plain JSON or is doubtful."""
 
 # --- adversaries ------------------------------------------------------------------------------------------------------
 
 
 def _say_other(reply: Reply) -> int:
-    """Let one entry say something else."""
+    """Make one entry say something else; returns its place."""
     place = reply.draw.randrange(len(reply.titles))
     other = reply.draw.choice([each for each in (-1, 0, 1) if each != reply.verdicts[place]])
     reply.say(place, "Brand new" if reply.phase == "criteria" else reply.titles[place], other)
@@ -295,7 +295,7 @@ def _say_other(reply: Reply) -> int:
 
 
 def _drafted(*templates: str) -> Adversary:
-    """Another answer in front, which the last one supersedes."""
+    """Put another answer in front, which the last one supersedes."""
 
     def adversary(reply: Reply) -> Meaning:
         reply.join = ("@", ", ", "[@]")
@@ -335,20 +335,20 @@ def _besides(reply: Reply, place: int, name: str, value: str) -> None:
 
 
 def _contradicted(reply: Reply) -> tuple[int, int]:
-    """An entry, and a verdict that is not its own."""
+    """The place of an entry, and a verdict other than its own."""
     place = reply.draw.randrange(len(reply.titles))
     return place, -reply.verdicts[place] or reply.draw.choice([-1, 1])
 
 
 def _field_twice(reply: Reply) -> None:
-    """A second verdict that is not the first, under the same name or a longer one."""
+    """Add a different verdict under the same field name or a longer one."""
     place, other = _contradicted(reply)
     name, value = ("score", str(other)) if reply.phase == "score" else ("verdict", quoted(Verdict(other).name))
     _besides(reply, place, reply.draw.choice([name.upper(), f"{name}_final", f"new_{name}", f"{name}2"]), value)
 
 
 def _around_last(*templates: str) -> Adversary:
-    """Another entry, or a part of one, beside the answer."""
+    """Put another entry, or a part of one, beside the answer."""
 
     def adversary(reply: Reply) -> None:
         place, other = _contradicted(reply)
@@ -377,7 +377,7 @@ def _of_two_minds(reply: Reply) -> None:
 
 
 def _cut(reply: Reply) -> None:
-    """Within an entry."""
+    """Cut the reply within an entry."""
     which, part, end = reply.draw.random(), reply.draw.random(), reply.draw.choice(["", "", "\n```", "..."])
 
     def cut(text: str) -> str:
@@ -409,4 +409,4 @@ ADVERSARIES: dict[str, dict[str, Adversary]] = {
     "criteria": _OF_ALL,
 }
 _OF_TWO = ("titles exchanged", "entry behind")
-"""They need two criteria."""
+"""Adversaries that need two criteria."""

@@ -45,7 +45,7 @@ def evaluated_run(path: Path) -> RunDirectory:
 
 
 def judged_run(path: Path, steps: Sequence[int] = (0, 1, 2)) -> RunDirectory:
-    """`small_run` without an evaluator: of `HELD_OUT` one rollout is scored by `TITLES` twice, the other has no score.
+    """`small_run` without an evaluator: one rollout of `HELD_OUT` is scored by `TITLES` twice, the other has no score.
 
     The first scoring call says pass, fail and not applicable; the second one passes the failed criterion.
     """

@@ -1,4 +1,4 @@
-"""File systems that this machine is made to have."""
+"""Fakes the machine's mounts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 
 def mounted(monkeypatch: pytest.MonkeyPatch, *mounts: tuple[str, str]) -> None:
-    """Let these be all mounts, each a mount point and a type of file system, in their order."""
+    """Replace the machine's mounts by these (mount point, type of file system), in this order."""
     found = [SimpleNamespace(mountpoint=at, fstype=kind) for at, kind in mounts]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)

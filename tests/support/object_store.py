@@ -17,13 +17,13 @@ from tests.support.killed import Killed
 
 
 class MemoryStore(ObjectStore):
-    """A stand-in that holds its objects in memory; its user is killed before or after an operation."""
+    """A stand-in that holds its objects in memory; its user is killed before or after a change."""
 
     def __init__(self) -> None:
         super().__init__("file:///in-memory/run")
         self.objects: dict[str, bytes] = {}
         self.left: int | None = None
-        """Changes until the kill; odd ones are made before it, even ones are not."""
+        """The kill comes in the change after ``left // 2`` others: before it is made or, if odd, after; None: never."""
         self.changes = 0
 
     def names(self, folder: str) -> list[str]:
@@ -62,7 +62,7 @@ class MemoryStore(ObjectStore):
 
 
 class Faults:
-    """What a proxy does with the requests that come next; without an order they go through."""
+    """What a proxy does with the next requests; without an order it forwards them."""
 
     def __init__(self) -> None:
         self.orders: deque[str] = deque()
@@ -74,7 +74,7 @@ class Faults:
 
 @contextmanager
 def faulty_proxy(port: int) -> Iterator[tuple[int, Faults]]:
-    """A proxy before a server on this machine's ``port``: its own port, and what makes it fail."""
+    """A proxy for a server on this machine's ``port``; yields the proxy's port, and its `Faults`."""
     faults = Faults()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(port, faults))
     server.daemon_threads = True

@@ -1,7 +1,7 @@
-"""Watches a run that ends a step and then does nothing, and prints what Prometheus sees, for `test_observability`.
+"""Observes a run that ends a step and then does nothing; prints what Prometheus sees, for `test_observability`.
 
-A process of its own, as a run's driver is: Ray 2.60 may export no metric of a process that has joined another Ray
-before, and a test's process has where an earlier test file did.
+It runs in a process of its own, like a run's driver: Ray 2.60 may export no metrics of a process that joined another
+Ray before, and the test process may have done so in an earlier test file.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from draco_ray.training.progress import RunObserver
 from tests.support.summaries import a_phase, a_rollout
 
 REPORT_SECONDS = 2
-"""RAY_metrics_report_interval_ms of this process; a gauge lives twice as long."""
+"""This process's metrics interval (RAY_metrics_report_interval_ms); Ray keeps a gauge twice as long."""
 SEEN_SECONDS = 60
-"""In which every metric must be there; this waits for them, not for a time."""
+"""Time limit for all metrics to appear."""
 IDLE_SECONDS = 4 * REPORT_SECONDS
-"""What a step that takes long is to Ray's memory of gauges."""
+"""Duration of a long step, which exceeds the time for which Ray keeps gauges."""
 
 
 class Queue:
@@ -50,13 +50,13 @@ class Queue:
 
 
 class Engines:
-    """What engines say of themselves: one that has just been started anew, and one that is not there."""
+    """Statistics of two engines: one has just been restarted, the other is absent."""
 
     replaced = 1
     workers = SimpleNamespace(up=1)
 
     async def statistics(self) -> dict[int, EngineStatistics]:
-        """The same whenever it is asked."""
+        """The same statistics at every call."""
         counted = {"sampled_tokens": 700, "prompt_tokens": 9000, "preemptions": 2}
         return {0: EngineStatistics(running=6, waiting=7, kv_cache=0.25, **counted)}
 
@@ -79,7 +79,7 @@ def scraped() -> dict[str, float]:
 
 
 async def seen() -> dict[str, float]:
-    """What is seen once every metric of the catalogue is there, or in the end."""
+    """The scraped metrics once all of the catalogue are there, or at the time limit."""
     wanted = {metric.series[0] for metric in CATALOGUE}
     deadline = time.monotonic() + SEEN_SECONDS
     while True:
@@ -90,8 +90,8 @@ async def seen() -> dict[str, float]:
 
 
 async def watched(run: Path) -> dict[str, dict[str, float]]:
-    """What is seen after a step, and what some time later, when nothing has happened since."""
-    # As much less than Ray's interval as it is in a run.
+    """The scraped metrics after a step, and after `IDLE_SECONDS` without any event."""
+    # Shorter than Ray's interval by the same factor as in a run.
     progress.SAMPLE_SECONDS = REPORT_SECONDS / 5
     watcher = RunObserver(DracoConfig(), run, spent=10.0)
     watching = [
@@ -99,7 +99,7 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
         asyncio.create_task(watcher.watch_engines(Engines())),  # type: ignore[arg-type]
     ]
     group = a_group()
-    # A group that is told of twice counts once.
+    # A group that is reported twice counts once.
     watcher.group(group)
     watcher.group(group)
     line = dict.fromkeys(STEP_GAUGES, 0.5) | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}

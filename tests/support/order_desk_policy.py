@@ -1,6 +1,6 @@
 """A policy for the order desk that was not trained: in each turn it draws one of a few commands, or ends.
 
-And the words of a run there, which costs no world and no long episodes.
+It also has the arguments of a run there, which needs no world and has short episodes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXAMPLE = REPOSITORY / "examples" / "order_desk"
 
 
 def arguments(model: Path, root: Path, name: str, *words: str) -> list[str]:
-    """Words of `draco` for a step of two tasks with that policy."""
+    """Arguments of `draco` for a step of two tasks with that policy."""
     return [
         "train",
         str(EXAMPLE / "order_desk.yaml"),
@@ -44,6 +44,6 @@ def arguments(model: Path, root: Path, name: str, *words: str) -> list[str]:
 def build_order_desk_policy(directory: Path) -> Path:
     """Save the model and its tokenizer in ``directory``. Returns the directory."""
     tokenizer = tiny_tokenizer()
-    # The template ends a prompt with one line break, or with two behind an empty think block.
+    # The template ends a prompt with one line break, or with two after an empty think block.
     tokenizer.add_tokens([AddedToken("\n\n", special=False, normalized=False)])
     return save_turns_policy(directory, tokenizer, dict.fromkeys(TURNS, 1.0), before=("\n", "\n\n"))

@@ -1,6 +1,6 @@
-"""What a run on `tests.support.hosts` reaches outside of them: the judge and an S3 server, real servers both.
+"""The servers outside the hosts of `tests.support.hosts`: the judge and an S3 server, both real.
 
-python -m tests.support.outside ADDRESS: says the judge's port and the store's in one line, ends with its input.
+python -m tests.support.outside ADDRESS: prints the judge's and the store's port in one line, and ends with its input.
 """
 
 from __future__ import annotations

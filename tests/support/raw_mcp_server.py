@@ -1,4 +1,4 @@
-"""An MCP server without a package: it prints what is no protocol, and answers with other things than texts.
+"""An MCP server without the package: it prints lines outside the protocol, and answers with more than texts.
 
 ``silent`` as its argument: it never answers.
 """
@@ -25,7 +25,7 @@ RESULTS: dict[str, Any] = {
     "end": {},
 }
 OUTPUT = {"type": "object", "properties": {"orders": {"type": "array"}}}
-"""What two of the tools say that they answer, and do not."""
+"""Output schema that two of the tools declare but do not follow."""
 
 
 def answer(method: str, params: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Calls of tools read in the process of a test, by the reader that engines have in theirs."""
+"""Tool calls read in the test's process, by the reader that engines use in theirs."""
 
 from __future__ import annotations
 

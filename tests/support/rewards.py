@@ -1,6 +1,6 @@
 """Rewards and advantages of a run recomputed from its recorded verdicts and citations, in plain loops.
 
-Nothing of `draco_ray.algorithm` is used: the paper's equations once more, on the rows as they are in the tables.
+`draco_ray.algorithm` is not used: this implements the paper's equations again, on the rows of the tables.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Key = tuple[int, str]
 
 
 def check_rubric_run(run: RunDirectory, *, credit: bool) -> dict[Key, list[float]]:
-    """Compare every row of the run's advantages with what follows from its verdicts; returns the rewards by group."""
+    """Check every row of the run's advantages against its verdicts; returns the rewards by group."""
     verdicts: dict[Key, dict[int, dict[int, int]]] = defaultdict(lambda: defaultdict(dict))
     for row in run.table("verdicts").to_pylist():
         verdicts[row["training_step"], row["task_id"]][row["rollout"]][row["criterion"]] = row["verdict"]
@@ -48,7 +48,7 @@ def check_rubric_run(run: RunDirectory, *, credit: bool) -> dict[Key, list[float
 
 
 def check_given_rewards(run: RunDirectory, expected: dict[Key, list[float]]) -> None:
-    """Compare every row of the run's advantages with vanilla GRPO on these rewards, in the order of the rollouts."""
+    """Check every row of the run's advantages against vanilla GRPO on these rewards (in the order of the rollouts)."""
     rows = _by_group(run)
     assert rows.keys() == expected.keys()
     for key, members in rows.items():
@@ -57,7 +57,7 @@ def check_given_rewards(run: RunDirectory, expected: dict[Key, list[float]]) -> 
 
 
 def check_group(members: dict[int, dict[str, Any]], rewards: list[float]) -> None:
-    """Reward and group-standardised advantage of each member, and without credit the same for every step."""
+    """Check each member's reward and group-standardised advantage, and without credit its equal steps."""
     mean = sum(rewards) / len(rewards)
     deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1))
     for rollout, reward in zip(sorted(members), rewards, strict=True):
@@ -70,7 +70,7 @@ def check_group(members: dict[int, dict[str, Any]], rewards: list[float]) -> Non
 
 
 def voted(run: RunDirectory, votes: int) -> dict[tuple[int, str, int], int]:
-    """The verdict on a rubric's first criterion as its scoring replies say: a pass only if all of them pass it."""
+    """The verdict on each rollout's first criterion from its scoring replies: a pass only if all of them pass it."""
     scores: dict[tuple[int, str, int], list[int]] = defaultdict(list)
     for call in run.table("judge_calls").to_pylist():
         if call["phase"] == "score":
@@ -107,7 +107,7 @@ def _check_credit(run: RunDirectory, key: Key, members: dict[int, dict[str, Any]
         if row["advantage"] < 0:
             weights = [1 - weight for weight in weights]
         if not quality and row["fallback"] == "none":
-            # No call was made, all its verdicts agree: whatever is cited, every step takes the same total.
+            # No credit call: all verdicts agree, so every step gets the same total whatever is cited.
             weights = [1.0] * len(steps)
         tokens = row["step_tokens"]
         if row["fallback"] == "none":

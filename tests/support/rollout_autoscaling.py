@@ -26,18 +26,18 @@ from tests.support.small_run import a_trajectory
 
 ROLLOUTS, SLOTS = 6, 3
 IDLE_SECONDS = 2.0
-"""After which a worker goes, once that is what is looked at."""
+"""Idle time after which a worker is removed, in the part that tests this."""
 
 
 class Nothing(Environment):
     """Worlds in which nothing can be done."""
 
     def tasks(self, split: str) -> list[str]:
-        """One."""
+        """One task."""
         return ["t_1"]
 
     def task(self, task_id: str) -> Task:
-        """It asks for nothing."""
+        """A task that asks for nothing."""
         return Task(task_id=task_id, instruction="Wait.")
 
     async def open(self, task_id: str) -> World:
@@ -55,7 +55,7 @@ class _World:
 
 
 class Waits:
-    """An agent whose episode ends when the file is there that the policy names."""
+    """An agent whose episode ends when the file exists that the policy names."""
 
     def __init__(self, policy: Any, config: Any, template: str) -> None:
         self._go: Path = policy
@@ -65,7 +65,7 @@ class Waits:
         return (Message(role="user", content=task.instruction),)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """Leave word of who plays, then wait."""
+        """Write this process's id to a file, then wait."""
         (self._go.parent / f"{request.rollout}.{request.attempt}").write_text(str(os.getpid()))
         while not self._go.exists():  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -73,13 +73,13 @@ class Waits:
 
 
 async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder: Path) -> dict[str, Any]:
-    """More rollouts than slots; a node that is lost under one; then nothing."""
+    """Play more rollouts than there are slots, lose a node during one, then play nothing."""
     workers.open()
     pool = RolloutPool(workers, fixed_workers(1, SLOTS), 1, seed=0)
     seen: dict[str, Any] = {}
 
     def alone(when: str) -> bool:
-        # What was seen is what is told: a node that was asked for before its worker had a place may come, and go.
+        # Record what the condition saw: a node that is no longer needed may still join, and leave.
         seen.update({f"up_{when}": workers.elastic.up, f"nodes_{when}": len(added_nodes())})
         return (seen[f"up_{when}"], seen[f"nodes_{when}"]) == (1, 0)
 
@@ -94,7 +94,7 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
         "waiting": pool.workers.elastic.waiting,
         "nodes": len(before := added_nodes()),
     }
-    # The last that came is on one of the nodes; its rollout is played by whoever comes.
+    # The last worker is on an added node; a new worker plays its rollout again.
     process = int((folder / f"{SLOTS - 1}.0").read_text())
     lose_node(process)
     await until(lambda: workers.elastic.up == SLOTS - 1)
@@ -107,7 +107,7 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
     workers.elastic._idle_seconds = IDLE_SECONDS
     await until(lambda: alone("at_last"))
     await workers.stop()
-    # As the workers of a later evaluation, which have the names of those of an earlier one.
+    # Like the workers of a later evaluation, which have the same names as those of an earlier one.
     again.open()
     await until(lambda: again.elastic.up == 1)
     await again.stop()
@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
         [
             *(f"environment.use={here}:Nothing", f"agent.use={here}:Waits", f"environment.slots={SLOTS}"),
             *("environment.slots_per_worker=1", "environment.min_slots=1", "environment.cpus_per_worker=1"),
-            # Until nothing is played any more nobody goes, however long a busy machine takes between two rollouts.
+            # No worker may go before the rollouts end, however long a busy machine takes between two.
             "environment.idle_seconds=600",
             *("engine.cpus_per_engine=0", "learner.cpus_per_worker=0"),
         ],

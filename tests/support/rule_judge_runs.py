@@ -1,4 +1,4 @@
-"""Scripted sandbox rollouts as a judge sees them, with outputs such as the engine gives for them."""
+"""Scripted sandbox rollouts as a judge sees them, with outputs like the engine's."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def trajectory_of(run: Run, task: str, rollout: int = 0) -> Trajectory:
 
 
 def output_of(code: str) -> str:
-    """What the engine prints for a cell of the scripts, near enough."""
+    """Approximately what the engine prints for a cell of the scripts."""
     printed = re.findall(r"^print\((.*)\)$", code, re.MULTILINE)
     calls = re.findall(r"apis\.(?!supervisor)\w+\.(?!login)\w+\((.*)\)", code)
     if any("token" not in arguments for arguments in calls):

@@ -1,4 +1,4 @@
-"""A scripted user simulator: a real HTTP server that says a customer's lines in turn, in as many chats as there are."""
+"""A scripted user simulator: a real HTTP server that says a customer's lines in turn, in any number of chats."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 
 
 class ScriptedCustomer:
-    """Speaks OpenAI chat completions; which line it says follows from how many the chat has of it. Use as a context.
+    """Answers OpenAI chat completions with the line after those that the chat already has. Use as a context manager.
 
-    A line that is a number is answered as that status, with the key that was sent quoted in the error.
+    For a line that is a number the answer has that HTTP status, and an error that quotes the received key.
     """
 
     def __init__(self, lines: Sequence[str | int]) -> None:

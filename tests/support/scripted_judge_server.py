@@ -45,7 +45,7 @@ class ScriptedJudgeServer:
         """
         Args:
             script: the replies, in order.
-            answer: writes their text, or the whole of them, from the first message instead.
+            answer: makes the text of a reply, or the whole reply, from the first message instead.
         """
         self.answer = answer
         self.script = list(script) or [Reply()]

@@ -1,9 +1,9 @@
 """A policy that can answer a judge's prompt without having been trained: each token follows from the one before it.
 
 Its weights are set by hand, so that attention and MLP add nothing and the head reads the next token off the embedding
-of the last one. Whatever it is asked it writes one turn: a JSON array of one entry with the fields of every phase, that
-holds a code block as well. So it plays (a step a turn) and judges; the words of its evidence and the score in it are
-drawn from its distribution. It stands for a policy that follows instructions, and everything around it is real.
+of the last one. To any prompt it answers with one turn: a JSON array of one entry with the fields of every phase and a
+code block. So it plays (one step per turn) and judges; the words of its evidence and the score are sampled. It stands
+in for a policy that follows instructions, and everything around it is real.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SURE = 10.0
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    # It knows the words of the judge's prompts, which are three times as long with a token of almost every byte.
+    # Learn from the judge's prompts too: with about a token per byte they would be three times as long.
     prompts = sorted((REPOSITORY / "prompts" / "judge").iterdir())
     tokenizer = tiny_tokenizer([file.read_text(encoding="utf-8") for file in prompts], VOCABULARY)
     pieces = (OPENING, *EVIDENCE, SCORE, PASS, FAIL, "<think>", "</think>", "I see it.", "\n\n")
@@ -63,7 +63,7 @@ def build_scripted_policy(directory: Path) -> Path:
 
     line_break = tokenizer.encode("\n", add_special_tokens=False)[-1]
     branch = math.log(PASSES / (1 - PASSES)) * 0.1 / math.sqrt(HIDDEN)
-    # Token -> what may follow it. The template ends a prompt with one line break, or two behind an empty think block.
+    # Token -> tokens that may follow. The template ends a prompt with a line break, or two after an empty think block.
     follows = {
         line_break: {token("<think>"): SURE},
         token("<think>"): {token("I see it."): SURE},
@@ -85,10 +85,10 @@ def save_turns_policy(
     """Save a model that draws one of a few whole turns, each of which is a token.
 
     Args:
-        directory: where it goes, its tokenizer beside it.
-        tokenizer: of its prompts; the turns are added to it.
-        turns: with the chances of each.
-        before: what a prompt may end with, each a token.
+        directory: folder for the model and its tokenizer.
+        tokenizer: tokenizer of its prompts; the turns are added to it.
+        turns: turn -> its weight in the draw.
+        before: tokens with which a prompt may end.
     Returns: the directory.
     """
     tokenizer.add_tokens([AddedToken(turn, special=False, normalized=False) for turn in turns])
@@ -100,7 +100,7 @@ def save_turns_policy(
     draws = {token(turn): SURE + math.log(chance / most) / math.sqrt(HIDDEN) for turn, chance in turns.items()}
     follows = {token(last): draws for last in before}
     follows |= {turn: {token("<|im_end|>"): SURE} for turn in draws}
-    # Rows of the head that are alike would leave training no direction in which one turn grows more likely.
+    # If rows of the head were equal, training could not make one turn more likely than another.
     follows |= {token(letter): {turn: SURE} for letter, turn in zip("abcdefgh", draws, strict=False)}
     return save_bigram_policy(directory, tokenizer, follows)
 
@@ -111,9 +111,9 @@ def save_bigram_policy(
     """Save a model whose next token depends on the last one alone.
 
     Args:
-        directory: where it goes, its tokenizer beside it.
-        tokenizer: knows ``<|im_end|>`` and ``<|endoftext|>``.
-        follows: token -> what may follow it, with the weight of the head on each.
+        directory: folder for the model and its tokenizer.
+        tokenizer: has the tokens ``<|im_end|>`` and ``<|endoftext|>``.
+        follows: token -> tokens that may follow it -> the head's weight for each.
     Returns: the directory.
     """
 
@@ -142,7 +142,7 @@ def save_bigram_policy(
         (layer,) = model.model.layers
         for silent in (layer.self_attn.o_proj, layer.mlp.down_proj, model.model.embed_tokens, model.lm_head):
             silent.weight.zero_()
-        # The first direction is of all tokens that nothing has to follow.
+        # All tokens without a required successor share the first direction.
         model.model.embed_tokens.weight[:, 0] = 1.0
         for direction, (last, following) in enumerate(follows.items(), start=1):
             model.model.embed_tokens.weight[last, 0] = 0.0

@@ -36,7 +36,7 @@ async def played(folder: Path) -> dict[str, Any]:
     model = ModelConfig(path=str(build_tiny_model(folder / "model")), dtype="float32")
     learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16), seed=0)
     config = EngineConfig(gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=4, adapter_directory=folder / "adapters")
-    # Its core is forked: nothing of this process needs another thread of it.
+    # The engine's core is forked, which is safe here: it needs no other thread of this process.
     engine = VllmEngine(config, model, max_model_len=256, lora_rank=8, seed=0, name="engine-0")
     await engine.start()
     llm, cached = engine._running(), []
@@ -58,7 +58,7 @@ async def played(folder: Path) -> dict[str, Any]:
             await engine.load_adapter(learner.adapter(version))
             reading = await run_canary(engine, [probe_of(learner, PROMPT)], version=version, moved=True, tolerance=1e-3)
             assert reading.live
-            # The second asks for what the first left in the prefix cache.
+            # The second request uses what the first one left in the prefix cache.
             sample = await engine.sample(PROMPT, max_tokens=8, seed=3)
             later = await engine.sample(PROMPT + sample.token_ids, max_tokens=4, seed=3)
             found["versions"] += [sample.policy_version, later.policy_version]

@@ -1,4 +1,4 @@
-"""A skipped test is not a passed one: in CI every skip is printed with its reason, and one not listed is a failure."""
+"""In CI every skipped test is printed with its reason, and a skip that is not listed fails the session."""
 
 from __future__ import annotations
 

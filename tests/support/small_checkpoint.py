@@ -12,7 +12,7 @@ from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, OPTIMIZER, write
 
 
 def small_checkpoint(folder: Path, updates: int = 1, *, value: float | None = None) -> Path:
-    """Write one with a tensor of ``value``, its number of updates unless told; returns its folder."""
+    """Write a checkpoint with a tensor of ``value`` (default: ``updates``); returns its folder."""
     folder.mkdir(parents=True)
     adapter = np.full((2, 4), updates if value is None else value, dtype=np.float32)
     save_file({"a.lora_B.weight": adapter}, folder / ADAPTER)

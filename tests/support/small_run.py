@@ -99,7 +99,7 @@ def a_call(phase: str, step: int, task: str, rollout: int | None) -> JudgeCall:
 
 
 def rubric(task: str) -> list[Criterion]:
-    """A criterion of this task alone, one of every task, and one that no member fails."""
+    """Three criteria: one for this task only, one for every task, and one that no member fails."""
 
     def criterion(title: str) -> Criterion:
         return Criterion(title=title, description=HOSTILE, evaluator_instruction="Look closely.", source="union")

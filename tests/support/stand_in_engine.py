@@ -1,7 +1,7 @@
 """A stand-in for a container engine with a daemon: ``stand_in_engine.py [-v HOST:INSIDE ...] [--network] [--share-pids]
-WORDS...`` runs words in namespaces, in this host's own file system.
+WORDS...`` runs a command in namespaces, on this host's own file system.
 
-As with Docker, the container is no descendant of the client, has none of its environment, and outlives it.
+As with Docker, the container is not a descendant of the client, gets none of its environment, and outlives it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     namespaces = ["--mount", "--ipc", *([] if asked.network else ["--net"])]
     namespaces += [] if asked.share_pids else ["--pid", "--fork"]
     namespaces += [] if os.getuid() == 0 else ["--map-root-user"]
-    # The daemon's part does not end with the client; it tells the exit code on a pipe.
+    # The daemon does not end with the client; it writes the exit code to a pipe.
     told, tells = os.pipe()
     if os.fork() == 0:
         os.setsid()

@@ -30,7 +30,7 @@ class Played:
 
 
 def tau_config(user_base: str, *overrides: str) -> DracoConfig:
-    """The preset, with a user simulator that listens at ``user_base``."""
+    """The preset with the user simulator and the judge at ``user_base``."""
     user = f"environment.options.user={{model: openai/SCRIPTED, api_base: '{user_base}'}}"
     judge = f"environment.options.judge={{model: openai/SCRIPTED, api_base: '{user_base}'}}"
     return load_config("tau:retail", [user, judge, "agent.thinking=false", *overrides])

@@ -1,7 +1,7 @@
 """A run directory whose durations follow from known speeds.
 
-Two slots, two groups of two rollouts a step. The rollouts of the first group run side by side, those of the second one
-after the other on the engine; nothing else waits for anything.
+Two slots, and two groups of two rollouts per step. The first group's rollouts run concurrently, the second group's one
+after the other; nothing else waits.
 """
 
 from __future__ import annotations

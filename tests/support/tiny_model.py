@@ -39,7 +39,7 @@ CHAT_TEMPLATE = (
     "{% if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}"
     "{% endif %}"
 )
-"""Qwen3's turns, and its empty think block where thinking is switched off."""
+"""Qwen3's turns, and its empty think block if thinking is off."""
 
 
 def tiny_tokenizer(texts: Sequence[str] = TEXTS, vocabulary: int = VOCABULARY) -> PreTrainedTokenizerFast:
@@ -82,7 +82,7 @@ def build_tiny_model(directory: Path, *, seed: int = 0) -> Path:
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=POSITIONS,
-        # Large enough that the next-token distribution is far from uniform: a parity test must have something to miss.
+        # Large enough that the next-token distribution is far from uniform, so that parity tests can fail.
         initializer_range=0.1,
         tie_word_embeddings=True,
         bos_token_id=None,

@@ -1,4 +1,4 @@
-"""Chat templates with tools in the forms of several families, in words of our own, with small real tokenizers."""
+"""Our own chat templates with tools, in the forms of several model families, and small real tokenizers."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ LLAMA = (
     "{{- message.content + '<|eot_id|>' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"
 )
-"""A bare JSON object is a call; results come from ``ipython``; one call in a turn of the template. Llama 3's form."""
+"""A bare JSON object is a call; results have the role ``ipython``; at most one call per turn. Llama 3's form."""
 
 _NINE = (
     "{%- if IDENTITY is not defined or IDENTITY | length != 9 %}"
@@ -103,7 +103,7 @@ MISTRAL = (
     )
     .replace("CLOSE", "{{- ']' }}")
 )
-"""A list of calls with ids of nine characters, a blank before what is said alone. The form of Mistral's 7B."""
+"""A list of calls with ids of nine characters; a blank before text without calls. The form of Mistral's 7B."""
 MISTRAL_ARGS = (
     _MISTRAL.replace("OPEN", "")
     .replace("CALL{%", "{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' + (call.function.arguments | tojson) }}{%")

@@ -1,4 +1,4 @@
-"""Waiting by turns of the event loop: a test of what needs no time fails at once where it does not come about."""
+"""Waiting by turns of the event loop, for events that need no time: a test fails at once if one does not happen."""
 
 from __future__ import annotations
 

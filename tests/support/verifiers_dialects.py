@@ -1,4 +1,4 @@
-"""A taskset and a harness for the tests of `environment.use: verifiers`: each task is asked in another dialect."""
+"""A taskset and a harness for the tests of `environment.use: verifiers`: each task uses another dialect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 class SpeakConfig(vf.HarnessConfig):
-    """It has no settings of its own."""
+    """No settings."""
 
     id: str = "verifiers_dialects"
 

@@ -27,7 +27,7 @@ class KindTask(vf.Task[KindData]):
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
-        """Half a point; where nobody may ask, the run fails instead."""
+        """Half a point; in a task without a reward, the run fails instead."""
         if self.data.name == "unrewarded":
             raise RuntimeError("the reward function has a bug")
         return 0.5

@@ -18,7 +18,7 @@ from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.sandbox.world.scripts import families
 
-# The guard AppWorld puts up knows neither this way to import nor these modules.
+# AppWorld's guard does not block this way to import, nor these modules.
 PRELUDE = """
 load = json.codecs.builtins.__import__
 posix, ctypes, sys_, thread, signal = map(load, ("posix", "ctypes", "sys", "_thread", "signal"))
@@ -73,7 +73,7 @@ def files(root: Path) -> dict[Path, bytes]:
 
 @contextmanager
 def appworld_loaded(config: EnvironmentConfig, root: Path) -> Iterator[None]:
-    """AppWorld is loaded, however long that takes, for all slots of this process with that configuration."""
+    """Load AppWorld, however long that takes, for all slots of this process with that configuration."""
     key = AppWorldSlot(config, root, load_ground_truth=True, name="loads")._key
     template_process.shared_template(key, LOAD_SECONDS)
     yield
@@ -93,7 +93,7 @@ async def play(slot: AppWorldSlot, tasks: Tasks) -> WorldVerdict:
 async def attack(slot: AppWorldSlot, *cells: str) -> str:
     """Run hostile cells in the open task. Returns what they printed, and how the world was lost if it was."""
     outputs = []
-    # The guard is passed, or the rest would show nothing.
+    # AppWorld's guard must let this through, or the attack would show nothing.
     assert await slot.act(PRELUDE) == "Execution successful."
     for cell in cells:
         try:

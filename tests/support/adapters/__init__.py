@@ -31,14 +31,14 @@ class Canned:
         )
 
     async def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: no reply is stored."""
 
     async def check(self) -> None:
-        """It always answers."""
+        """Do nothing: the judge always answers."""
 
 
 class CannedOnce(Canned):
-    """The canned judge, which cannot score runs in which this stands."""
+    """The canned judge; scoring fails for runs that contain the text ``unscored``."""
 
     def __init__(self, unscored: str) -> None:
         self.unscored = unscored
@@ -73,7 +73,7 @@ def said(flight: str) -> list[dict[str, Any]]:
 
 
 def refusal(call: Any, *arguments: Any) -> str:
-    """What the error says that this call raises for a trajectory without a verdict."""
+    """The message of the error that this call raises for a trajectory without a verdict."""
     from draco_ray.adapters.verdicts import MissingVerdict
 
     try:

@@ -1,4 +1,4 @@
-"""A trajectory group of ART, scored; and one of which a trajectory cannot be judged."""
+"""Scores two trajectory groups of ART; in one of them a trajectory cannot be judged."""
 
 from __future__ import annotations
 

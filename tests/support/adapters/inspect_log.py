@@ -11,7 +11,7 @@ from tests.support.small_run import small_run
 
 
 def main() -> None:
-    """Print what Inspect reads in them, also after it has packed them."""
+    """Print what Inspect reads in the logs, before and after it packs them."""
     from inspect_ai.log import convert_eval_logs, list_eval_logs, read_eval_log, read_eval_log_sample_summaries
 
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 from tests.support.adapters import ASK, CannedOnce, emit, refusal
 from tests.support.adapters.verl_runs import mask_of, text_of, token_ids
 
-# After transformers and peft, which would look at their versions.
+# Import these after transformers and peft, which would check the versions of the empty modules.
 for name in (
     "deepspeed",
     "deepspeed.runtime",
@@ -59,7 +59,7 @@ class Actors:
 
 
 def arguments(estimator: str) -> Any:
-    """OpenRLHF's arguments, as far as the experience maker reads them."""
+    """The arguments of OpenRLHF that its experience maker reads."""
     from openrlhf.utils.config import hierarchize
 
     return hierarchize(
@@ -127,7 +127,7 @@ def pushed(experience: Any) -> list[Any]:
 
 
 def main() -> None:
-    """Print for each estimator what the loss passes on; then what a stale sample leads to."""
+    """Print the loss's gradients for each estimator, then the error for a stale sample."""
     from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer.ppo_utils import experience_maker, split_experience_batch
 

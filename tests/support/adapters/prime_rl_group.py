@@ -18,7 +18,7 @@ from tests.support.adapters.verifiers_group import trace  # noqa: E402
 
 
 def main() -> None:
-    """Print advantages of each trace, and those that the default loss passes on."""
+    """Print the advantages of each trace, and the gradients of the default loss."""
     from prime_rl.configs.algorithm import AlgoConfig
     from prime_rl.orchestrator.algo import build_algorithm
     from pydantic import TypeAdapter

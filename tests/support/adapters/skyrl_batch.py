@@ -63,7 +63,7 @@ def output(step_wise: bool) -> tuple[dict[str, Any], list[str]]:
 
 
 def refused() -> list[str]:
-    """What is said of settings with which credit would be lost."""
+    """Error messages for settings with which credit would be lost."""
     from skyrl.train.config import SkyRLTrainConfig
 
     from draco_ray.adapters.skyrl import SkyRLCredit
@@ -88,7 +88,7 @@ def refused() -> list[str]:
 
 
 def main() -> None:
-    """Print for each form what SkyRL's policy loss passes on to each row's log-probabilities."""
+    """Print for each form the gradients of SkyRL's policy loss for each row's log-probabilities."""
     import torch
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
     from skyrl.train.config import SkyRLTrainConfig

@@ -46,7 +46,7 @@ def samples() -> list[Any]:
 
 
 def arguments(store: str) -> Any:
-    """Those arguments of slime that its functions read."""
+    """The arguments of slime that its functions read."""
     return SimpleNamespace(
         draco={"model": "canned", "store": store},
         hf_checkpoint="table",
@@ -103,7 +103,7 @@ def trained(args: Any, rows: list[Any], advantages: list[float]) -> list[Any]:
 
 
 def refusal_of_settings(args: Any, made: list[Any]) -> str:
-    """What is said of arguments with which credit would be lost."""
+    """The error message for arguments with which credit would be lost."""
     from draco_ray.adapters import slime as adapter
     from draco_ray.errors import ConfigError
 
@@ -115,7 +115,7 @@ def refusal_of_settings(args: Any, made: list[Any]) -> str:
 
 
 def main() -> None:
-    """Print rewards, and what the loss passes on; then what a stale sample leads to."""
+    """Print rewards and the loss's gradients, then the error for a stale sample."""
     from slime.utils import processing_utils
     from slime.utils.misc import load_function
 

@@ -1,4 +1,4 @@
-"""What the scripts of TRL's trainers share: a tiny model, scripted turns in place of sampling, what the loss got."""
+"""Shared by the scripts of TRL's trainers: a tiny model, scripted turns instead of sampling, the loss's input."""
 
 from __future__ import annotations
 

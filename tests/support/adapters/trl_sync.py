@@ -71,7 +71,7 @@ def main() -> None:
     trainer.train()
     moved = any(not each.equal(old) for each, old in zip(trainer.model.parameters(), before, strict=True))
     found = {"rows": rows, "moved": moved, "counts": credit.store.counts.copy()}
-    # A batch in which other tokens stand than those that were judged.
+    # A batch with other tokens than those that were judged.
     count = len(credit._keys)
     found["stale"] = refusal(credit.advantages, [1.0] * count, [[1]] * count, [[0]] * count)
     found["refused"] = refused(credit)
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def refused(credit: Any) -> list[str]:
-    """What is said of TRL's trainers whose losses have one advantage a sequence."""
+    """Error messages for TRL's trainers whose losses have one advantage per sequence."""
     from trl import RLOOTrainer
     from trl.experimental.gmpo import GMPOTrainer
 
@@ -98,7 +98,7 @@ def refused(credit: Any) -> list[str]:
 
 
 def split() -> None:
-    """The same in two processes, each with half of every group."""
+    """Run `main` in two processes, each with half of every group."""
     with tempfile.TemporaryDirectory() as out:
         world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(29500 + os.getpid() % 10000)}
         world |= {"FLIGHTS_OUT": out, "ACCELERATE_USE_CPU": "true"}

@@ -67,7 +67,7 @@ def prompt_of(uid: str) -> dict[str, Any]:
 
 
 async def play(workers: list[Any]) -> dict[str, float]:
-    """Judge both groups, and play one more prompt for validation; returns the rewards that verl is given."""
+    """Judge both groups, and play one more prompt for validation; returns the rewards that verl gets."""
     from verl.trainer.ppo.v1 import agent_loop_tq
 
     agent_loop_tq.tq = queue = Queue()

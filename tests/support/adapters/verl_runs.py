@@ -1,4 +1,4 @@
-"""What the script for verl shares: scripted runs, and what verl's policy loss makes of their advantages."""
+"""Shared by the scripts for verl: scripted runs, and gradients of verl's policy loss for their advantages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text_of(ids: Any, **_: Any) -> str:
 
 
 def rows_of(data: Any, keys: list[str]) -> list[dict[str, Any]]:
-    """Advantages of each turn, and what verl's policy loss passes on to each token's log-probability."""
+    """Advantages of each turn, and the gradient of verl's policy loss for each token's log-probability."""
     import torch
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
     from verl.workers.config import FSDPActorConfig

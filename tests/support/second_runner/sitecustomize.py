@@ -1,6 +1,6 @@
-"""First on the path of a Python and of all that it starts: lets vLLM's CPU build run its second model runner.
+"""First on the path of a Python and its child processes: lets vLLM's CPU build use its second model runner.
 
-That one's kernels are Triton's, whose wheel has no CPU backend, so vLLM does without. Triton's interpreter runs them in
+That runner needs Triton kernels, whose wheel has no CPU backend, so vLLM disables it. Triton's interpreter runs them in
 NumPy: vLLM is told of a backend, and that there is no configuration to try out.
 """
 

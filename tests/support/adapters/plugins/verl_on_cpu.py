@@ -43,7 +43,7 @@ class NoAccelerator(PlatformBase):
     )
 
     def is_available(self) -> bool:
-        """It is."""
+        """True: the CPU is always there."""
         return True
 
     def current_device(self) -> Any:
@@ -111,7 +111,7 @@ class Engine(FSDPEngineWithLMHead):
 def seen(
     old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, loss_agg_mode: str, config: Any, **rest: Any
 ) -> Any:
-    """verl's vanilla loss; write each row's tokens, mask, advantages, and what it passes on to log-probabilities."""
+    """verl's vanilla loss; writes each row's tokens, mask, advantages, and gradients of log-probabilities."""
     loss, metrics = core_algos.get_policy_loss_fn("vanilla")(
         old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, **rest
     )

@@ -16,7 +16,7 @@ __version__ = "0.0.0"
 
 
 class InterpolationMode(Enum):
-    """transformers keeps a table by these names."""
+    """transformers has a table with these names."""
 
     NEAREST = "nearest"
     NEAREST_EXACT = "nearest-exact"

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 
 class TextRunConfig:
-    """Keeps what it is given, and knows which names there are."""
+    """Stores its arguments, and refuses unknown names."""
 
     KNOWN = frozenset(
         {"domain", "retrieval_config", "llm_agent", "llm_args_agent", "llm_user", "llm_args_user", "num_trials"}

@@ -1,4 +1,4 @@
-"""Stand-in for tau2.evaluator.evaluator: done is what has looked the customer up."""
+"""Stand-in for tau2.evaluator.evaluator: a simulation succeeds if it has looked the customer up."""
 
 from __future__ import annotations
 

@@ -15,5 +15,5 @@ def generate(model: str, **arguments: Any) -> SimpleNamespace:
 
 
 def judge() -> SimpleNamespace:
-    """Ask as tau2 does: by the module's own names."""
+    """Call `generate` as tau2 does, with the module's own globals."""
     return generate(model=DEFAULT_LLM_NL_ASSERTIONS, call_name="nl_assertions_eval", **DEFAULT_LLM_NL_ASSERTIONS_ARGS)

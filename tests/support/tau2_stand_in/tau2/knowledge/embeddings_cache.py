@@ -8,7 +8,7 @@ _global_cache = None
 
 
 class EmbeddingsCache:
-    """A folder."""
+    """Stores its folder."""
 
     def __init__(self, cache_dir: str) -> None:
         self.cache_dir = Path(cache_dir)

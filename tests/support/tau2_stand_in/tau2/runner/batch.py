@@ -1,7 +1,8 @@
 """Stand-in for tau2.runner.batch: episodes as ``data/script.json`` says, in tau2's files.
 
-Script: ``rewards`` (task -> reward per trial, 1 unless told), ``errors`` (tasks that end in an infrastructure error),
-``crash`` and ``hang`` (per start of the process: after so many new episodes), ``quote`` (print a variable's value).
+Script: ``rewards`` (task -> reward per trial, default 1), ``errors`` (tasks that end in an infrastructure error),
+``crash`` and ``hang`` (for each start of the process, the number of new episodes before it), ``quote`` (print this
+variable's value).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tau2.knowledge.sandbox_manager import SandboxManager
 def run_tasks(
     config: TextRunConfig, tasks: list[str], *, save_path: Path, results_format: str, console_display: bool
 ) -> None:
-    """Write one file an episode that is not there yet; infrastructure errors are run again."""
+    """Write a file for each missing episode; episodes with infrastructure errors are run again."""
     assert results_format == "dir"
     assert console_display is False
     data = Path(os.environ["TAU2_DATA_DIR"])
@@ -98,7 +99,7 @@ def _simulation(script: dict[str, Any], task: str, trial: int) -> dict[str, Any]
 
 
 def _probe(config: TextRunConfig) -> dict[str, Any]:
-    """What the adjusted parts do and know, for the test to look at."""
+    """The state of the patched parts, for the test to check."""
     reply = evaluator_nl_assertions.judge()
     embedder = OpenRouterEmbedder()
     shell = SandboxManager()

@@ -1,4 +1,4 @@
-"""Stand-in for tau2.runner.build: a desk with one tool; agent and customer are asked over HTTP, as tau2 asks them."""
+"""Stand-in for tau2.runner.build: a desk with one tool; agent and customer are called over HTTP, as by tau2."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tau2.data_model.simulation import Task, TextRunConfig
 
 
 def get_tasks(task_set_name: str, task_ids: list[str] | None = None) -> list[Any]:
-    """The tasks of a domain's one file, or ids where each task is a file."""
+    """The tasks of a domain in one file, or the ids of a domain with one file per task."""
     folder = Path(os.environ["TAU2_DATA_DIR"]) / "tau2" / "domains" / task_set_name
     if (file := folder / "tasks.json").is_file():
         tasks = [Task.model_validate(row) for row in json.loads(file.read_text())]

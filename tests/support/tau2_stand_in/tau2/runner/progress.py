@@ -10,7 +10,7 @@ from tau2.data_model.simulation import SimulationRun, Task, TerminationReason
 def run_with_retry(
     run: Callable[[], SimulationRun], task: Task, trial: int, seed: int, *, max_retries: int, console_display: bool
 ) -> SimulationRun:
-    """An episode, or what tau2 makes of an exception."""
+    """Run an episode; an exception is turned into a result, as in tau2."""
     assert max_retries == 0
     print("Reward of the last episode: 1.0", flush=True)
     try:

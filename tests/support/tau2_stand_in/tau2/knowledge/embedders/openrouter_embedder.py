@@ -7,7 +7,7 @@ from typing import Any
 
 
 class OpenAI:
-    """Keeps what it is given."""
+    """Stores its arguments."""
 
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
