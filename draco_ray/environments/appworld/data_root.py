@@ -80,7 +80,7 @@ def load_split(root: Path, split: str) -> list[str]:
 
 
 def load_task(root: Path, task_id: str) -> Task:
-    """What the policy may know of a task, from its ``specs.json`` alone.
+    """A task as the policy may see it, from its ``specs.json`` alone.
 
     Raises: WorldError: the task is missing or its specs cannot be read.
     """

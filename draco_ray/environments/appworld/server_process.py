@@ -57,7 +57,7 @@ class ServerProcess(ForkClient):
         self._spec = spec
         self._process = process
         self.excess = ""
-        """Which limit the task's process exceeded, so that this server was ended."""
+        """Message about the limit for which this server was ended; empty if none was exceeded."""
         self._cpu_seconds = 0
         self._what = ""
         self._watching = asyncio.ensure_future(self._watch())

@@ -29,7 +29,7 @@ _SIGNALLED = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateKey:
-    """What slots that share a template have in common."""
+    """The settings that slots must share to use the same template."""
 
     python: str
     isolation: str

@@ -69,7 +69,7 @@ visible path is below ``/tmp``, such as the interpreter of a clone there."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _TEST_LINKS = (("/tests", "/run/draco/tests"), ("/logs", "/scratch/logs"), ("/app", WORKSPACE))
-"""Where tests of Harbor's tasks look for their files, write their reward, and expect the agent's work."""
+"""(link, target) for tests of Harbor's tasks: their own files, their reward, and the agent's work."""
 _DEVICES = ("null", "zero", "random", "urandom")
 _DEVICE_LINKS = (
     ("fd", "/proc/self/fd"),

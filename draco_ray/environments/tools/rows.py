@@ -15,7 +15,7 @@ from draco_ray.records import Task
 from draco_ray.registry import find
 
 TRAIN = "train"
-"""Split of a row without one."""
+"""Split of a row that names none."""
 LONGEST_ID = 128
 """Maximum length of a task id in bytes; file names of the task's rollouts are longer than the id."""
 _OURS = ("id", "instruction", "split", "group", "expected")
