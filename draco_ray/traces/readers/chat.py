@@ -165,7 +165,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files with one call each have no order: take that of the files or of the lengths, whichever joins more calls.
+    # Files with one call each have no order: sort them by name or by length, whichever joins more calls.
     orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
     joined = [(order, threads([calls[n] for n in order])) for order in orders]
     order, threads_ = min(joined, key=lambda each: len(each[1]))
