@@ -104,7 +104,7 @@ class Case:
 
 
 def not_applicable(because: str) -> Finding:
-    """Not applicable."""
+    """A verdict of not applicable, which cites no step."""
     return Finding(Verdict.NOT_APPLICABLE, (), because)
 
 

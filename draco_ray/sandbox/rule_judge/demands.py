@@ -1,4 +1,4 @@
-"""What a task asks for, as far as its words tell: which lists, which conditions, which changes, an answer or none.
+"""What a task asks for, as far as its words show: lists, conditions, changes, and whether it wants an answer.
 
 The tables are the judge's knowledge of English and of AppWorld's APIs. Words that no table knows make no demand,
 and the rules about them do not apply.

@@ -31,7 +31,7 @@ class Step:
     output: str | None
     message: bool = False
     asked: str = ""
-    """What users said between the step before and this one."""
+    """What users said between the previous step and this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
