@@ -169,7 +169,7 @@ class VerdictStore:
         """
         advantages_B, mask_BT = np.asarray(advantages, dtype=np.float32), np.asarray(mask)
         if not len(keys) == len(advantages_B) == len(mask_BT):
-            raise ValueError(f"{len(keys)} keys, {len(advantages_B)} advantages, {len(mask_BT)} mask rows; must match")
+            raise ValueError(f"{len(keys)} keys, {len(advantages_B)} advantages and {len(mask_BT)} rows; must match")
         before = self.counts.copy()
         rows = [
             self._row(*each) if each[3].any() else np.zeros(len(each[3]), dtype=np.float32)
