@@ -199,6 +199,8 @@ class _Lease:
     at: float
     probe: bool = False
     """Whether it is the single request that probes the judge during an outage."""
+    inherited: bool = False
+    """Whether an earlier limiter granted it, to a process that has probably ended."""
 
 
 class Limiter:
@@ -247,7 +249,7 @@ class Limiter:
         now = clock()
         for number, dollars in (under_way or {}).items():
             asked = LeaseRequest(input_tokens=0, output_tokens=0, dollars=dollars)
-            self._leases[number] = _Lease(asked, _Use(now, 0.0), now)
+            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, inherited=True)
 
     @property
     def reserved(self) -> float:
@@ -260,7 +262,7 @@ class Limiter:
         Returns: the lease's number and 0.0, or None and the seconds after which to ask again, infinity if only the
             settlement of requests in flight can help.
         Raises:
-            BudgetSpent: nothing is in flight, and the request could cost more than is left.
+            BudgetSpent: the request could cost more than is left, and no reply that is still to come changes that.
             JudgeUnavailable: the judge has not answered for too long.
         """
         now = self._clock()
@@ -315,6 +317,9 @@ class Limiter:
         if budget is None or self.spent + self.reserved + dollars <= budget:
             return True
         if self._leases and self.spent + dollars <= budget:
+            return False
+        # The refusal ends the run, which would throw away replies that are on their way and paid for.
+        if dollars <= budget and not all(lease.inherited for lease in self._leases.values()):
             return False
         raise BudgetSpent(
             f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent, and the next call may cost up to "
@@ -380,8 +385,12 @@ class WaitingLine:
             try:
                 number, wait = self.limiter.lease(first.asked)
             except Exception as error:
-                heapq.heappop(self._waiting)
-                first.granted.set_exception(error)
+                # All who wait are told: the first to hear of it ends the run, and a call that still fits the budget
+                # would be cancelled after it was sent.
+                for each in self._waiting:
+                    if not each.granted.done():
+                        each.granted.set_exception(error)
+                self._waiting.clear()
                 continue
             if number is not None:
                 heapq.heappop(self._waiting)

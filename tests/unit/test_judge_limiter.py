@@ -190,6 +190,16 @@ def test_a_call_that_can_never_fit_does_not_wait_for_others(clock: Clock) -> Non
         lease(limiter, 1, 1.1)
 
 
+def test_a_spent_budget_is_told_when_every_reply_on_its_way_has_come(clock: Clock) -> None:
+    limiter = Limiter(JudgeLimits(dollars=1.0), under_way={"of a dead process": 0.1}, clock=clock)
+    (first, _), (second, _) = lease(limiter, 1, 0.5), lease(limiter, 1, 0.4)
+    limiter.settle(first, ended(1, 0.5))
+    assert lease(limiter, 1, 0.6) == ("", math.inf)
+    limiter.settle(second, ended(1, 0.1))
+    with pytest.raises(BudgetSpent, match=r"\$0\.6000 of"):
+        lease(limiter, 1, 0.6)
+
+
 def test_what_earlier_processes_spent_counts_and_what_they_had_under_way(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), spent=0.4, under_way={"a": 0.3}, lease_seconds=600, clock=clock)
     assert lease(limiter, 1, 0.4) == ("", math.inf)
@@ -307,11 +317,13 @@ async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
 async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 0.6)))
-    waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
+    # The last would fit, and would be sent for nobody: the first ends the run.
+    waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.7, 0.1)]
     await asyncio.sleep(0)
     await line.settle(first, ended(1, 0.5))
     results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
     assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
+    assert line.limiter.reserved == 0.0
 
 
 @pytest.mark.parametrize("ends", ["settled", "given back", "abandoned", "expired"])
