@@ -113,7 +113,7 @@ def actors(driver: int, kind: str) -> list[int]:
 
 
 def processes(driver: int, words: str) -> list[int]:
-    """Processes of the run whose command line contains ``words``, the innermost last."""
+    """Processes of the run whose command line contains ``words``, parents before their children."""
     found = []
     for process in psutil.Process(driver).children(recursive=True):
         try:
@@ -405,8 +405,13 @@ def of_kind(kind: str, most: int | None = None) -> Callable[[Scene], list[int]]:
 
 
 def of_words(words: str) -> Callable[[Scene], list[int]]:
-    """Finds the innermost process with those words."""
-    return lambda scene: processes(scene.driver, words)[-1:]
+    """Finds the outermost process with those words: what it starts has them too, until it runs its own program."""
+    return lambda scene: processes(scene.driver, words)[:1]
+
+
+def a_world(scene: Scene) -> list[int]:
+    """Finds a world, a child of AppWorld's template with the same words; the template where there is none."""
+    return processes(scene.driver, "world_template")[-1:]
 
 
 def the_driver(scene: Scene) -> list[int]:
@@ -486,7 +491,7 @@ JUDGE_SERVER, NODE = "judge server", "node"
 EVALUATED = ("train.evaluate_before_after=true", "data.eval_tasks=8")
 FAULTS: dict[str, Fault] = {
     "rollout worker": Fault(find=of_kind("RolloutWorkerActor", 1)),
-    "AppWorld child": Fault(find=of_words("world_template")),
+    "AppWorld child": Fault(find=a_world),
     "judge worker": Fault(find=of_kind("JudgeWorkerActor", 1)),
     "union and judge": Fault(find=of_kind("JudgeWorkerActor")),
     "advantage actor": Fault(find=of_kind("AdvantageComputerActor")),
@@ -509,7 +514,7 @@ FAULTS: dict[str, Fault] = {
         settings=("engine.stall_seconds=30",),
     ),
     "engine actor stopped": Fault(find=of_kind("PolicyEngineActor", 1), strike=stop_for_a_while, held=False),
-    "AppWorld child stopped": Fault(find=of_words("world_template"), strike=stop_for_a_while, held=False),
+    "AppWorld child stopped": Fault(find=a_world, strike=stop_for_a_while, held=False),
     "rollout worker stopped": Fault(find=of_kind("RolloutWorkerActor", 1), strike=stop_for_a_while, held=False),
     "learner worker stopped": Fault(
         find=of_words("ray::RayTrainWorker"),

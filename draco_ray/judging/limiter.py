@@ -342,8 +342,15 @@ class _Waiting:
 class WaitingLine:
     """A queue in front of a limiter in this process (`Leases`)."""
 
-    def __init__(self, limiter: Limiter) -> None:
-        self.limiter = limiter
+    def __init__(self, limiter: Limiter, *, final: bool = False) -> None:
+        """
+        Args:
+            limiter: grants the leases.
+            final: whether the first call that the budget refuses is the last: its error ends all the work, so a cheaper
+                call would be cancelled after it was sent.
+        """
+        self.limiter, self._final = limiter, final
+        self._spent: str | None = None
         self._waiting: list[_Waiting] = []
         self._arrivals = itertools.count()
         self._news = asyncio.Event()
@@ -374,6 +381,16 @@ class WaitingLine:
         """The current outage, if any."""
         return self.limiter.pause()
 
+    def _lease(self, asked: LeaseRequest) -> tuple[str | None, float]:
+        """See `Limiter.lease`."""
+        if self._spent is not None:
+            raise BudgetSpent(self._spent)
+        try:
+            return self.limiter.lease(asked)
+        except BudgetSpent as error:
+            self._spent = str(error) if self._final else None
+            raise
+
     async def _serve(self) -> None:
         """Serve the queue until it is empty."""
         while self._waiting:
@@ -383,14 +400,10 @@ class WaitingLine:
                 continue
             self._news.clear()
             try:
-                number, wait = self.limiter.lease(first.asked)
+                number, wait = self._lease(first.asked)
             except Exception as error:
-                # All who wait are told: the first to hear of it ends the run, and a call that still fits the budget
-                # would be cancelled after it was sent.
-                for each in self._waiting:
-                    if not each.granted.done():
-                        each.granted.set_exception(error)
-                self._waiting.clear()
+                heapq.heappop(self._waiting)
+                first.granted.set_exception(error)
                 continue
             if number is not None:
                 heapq.heappop(self._waiting)

@@ -166,16 +166,20 @@ class BatchEndpoint(Endpoint):
 
     async def _send(self, bodies: dict[str, dict[str, Any]]) -> dict[str, Result]:
         """Submit a batch once no request has been added to it for a while, and wait for its results."""
-        known = 0
-        while known < len(bodies):
-            known = len(bodies)
-            await asyncio.sleep(self.quiet_seconds)
+        await self._quiet(bodies)
         if bodies is self._next:
             self._sending = None
         batch = await self._api.submit(bodies)
         self._batches[batch] = list(bodies)
         self._write(self._read() | {batch: self._batches[batch]})
         return await self._results(batch)
+
+    async def _quiet(self, bodies: Mapping[str, dict[str, Any]]) -> None:
+        """Wait until `quiet_seconds` have brought no new request."""
+        known = 0
+        while known < len(bodies):
+            known = len(bodies)
+            await asyncio.sleep(self.quiet_seconds)
 
     async def _results(self, batch: str) -> dict[str, Result]:
         failures, results = 0, None

@@ -290,7 +290,7 @@ def open_judge(settled: Plan) -> Meter:
         outage=outage,
     )
     cache = None if judge.cache is None else ReplyCache(judge.cache)
-    line = WaitingLine(limiter)
+    line = WaitingLine(limiter, final=True)
     meter = Meter()
 
     def open_one(judge: JudgeConfig) -> Completer:

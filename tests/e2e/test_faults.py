@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,10 +90,10 @@ def struck(
                 time.sleep(0.05)
             faults = STRIKES.get(step, ())
             for fault in faults:
-                victims = [judge.pid] if fault == chaos.JUDGE_SERVER else chaos.find(fault, process)
-                assert victims, (fault, process.poll())
-                for victim in victims:
-                    os.kill(victim, signal.SIGKILL)
+                if fault == chaos.JUDGE_SERVER:
+                    os.kill(judge.pid, signal.SIGKILL)
+                else:
+                    strike(chaos, fault, process)
             if chaos.JUDGE_SERVER in faults:
                 # Its port is free once it has ended.
                 os.waitid(os.P_PID, judge.pid, os.WEXITED | os.WNOWAIT)
@@ -104,6 +105,17 @@ def struck(
         stdout, stderr = process.communicate()
     assert process.returncode == 130, stdout + stderr
     return RunDirectory.open(root / "struck"), stdout + stderr
+
+
+def strike(chaos: ModuleType, fault: str, process: subprocess.Popen[str]) -> None:
+    """Kill those of a fault; again where one had ended by itself between the look and the signal."""
+    while True:
+        victims = chaos.find(fault, process)
+        assert victims, (fault, process.poll() is None or process.communicate())
+        with contextlib.suppress(ProcessLookupError):
+            for victim in victims:
+                os.kill(victim, signal.SIGKILL)
+            return
 
 
 def test_every_step_is_finished(struck: tuple[RunDirectory, str]) -> None:

@@ -69,6 +69,7 @@ class Head:
             params={"limit": 10_000},
             headers={"Authorization": f"Bearer {token}"},
             trust_env=False,
+            timeout=None,
         )
         answer.raise_for_status()
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}

@@ -18,10 +18,12 @@ import psutil
 import pytest
 import yaml
 
+from draco_ray.environments import program
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.program_agent import FOLDER, read_harness
 from tests.support.coding_agents import Workspaces, left, new_mark
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler, call
+from tests.support.turns import AheadClock
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +96,11 @@ async def test_an_agent_fixes_a_repository_with_parallel_calls(tmp_path: Path, n
 
 
 @pytest.mark.parametrize("name", ["codex", "claude-code"])
-async def test_an_agent_is_ended_in_the_middle_of_a_request(tmp_path: Path, name: str) -> None:
+async def test_an_agent_is_ended_in_the_middle_of_a_request(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = AheadClock()
+    monkeypatch.setattr(program, "time", clock)
     at, run = Workspaces(tmp_path), SHELL[installed(name)]
     sampler = scripted(run(FIX), run("true"))
     sample = sampler.sample
@@ -104,9 +110,11 @@ async def test_an_agent_is_ended_in_the_middle_of_a_request(tmp_path: Path, name
         return await sample(token_ids, **options)
 
     sampler.sample = hold_the_second  # type: ignore[method-assign]
-    played = await at.play(sampler, harness=name, timeout_seconds=45)
+    jumping = asyncio.create_task(clock.jump(1200, when=lambda: sampler.hold is not None and len(sampler.asked) > 1))
+    played = await at.play(sampler, harness=name)
+    jumping.cancel()
     assert played.ended is EpisodeEnd.CRASHED
-    assert "did not end within agent.timeout_seconds=45" in str(played.error)
+    assert "did not end within agent.timeout_seconds=1200" in str(played.error)
     assert sampler.cancelled.is_set()
     assert "+    return a + b" in played.turns[-1].text
 
@@ -130,7 +138,7 @@ async def test_a_rollout_is_cancelled_in_the_middle_of_a_request(tmp_path: Path,
     with pytest.raises(asyncio.CancelledError):
         await playing
     await sampler.cancelled.wait()
-    psutil.wait_procs(left(mark), timeout=30)
+    psutil.wait_procs(left(mark), timeout=600)
     assert left(mark) == []
 
 
@@ -183,7 +191,7 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
     titles = sum(text == "A title" for _, _, text in turns(kept))
     assert (kept.ended, kept.usage.calls - titles, len(kept.steps)) == (EpisodeEnd.FINISHED, 2, 2)
     assert "FORGED" not in "".join(turn.text for turn in kept.turns)
-    psutil.wait_procs(left(mark), timeout=30)
+    psutil.wait_procs(left(mark), timeout=600)
     assert left(mark) == []
 
 

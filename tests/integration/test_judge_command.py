@@ -34,14 +34,14 @@ def command(traces: Path, out: Path, base: str, *more: str) -> list[str]:
 
 
 def stats(server: JudgeServer) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(server.base_url.removesuffix("/v1") + "/stats").json()
+    found: dict[str, Any] = httpx.get(server.base_url.removesuffix("/v1") + "/stats", timeout=None).json()
     return found
 
 
 def wait_for_requests(server: JudgeServer, count: int, process: subprocess.Popen[Any]) -> None:
     """Until the server was asked so often, or the process is not there any more to ask it."""
     # By one connection: a client of its own for every look takes a core.
-    with httpx.Client(base_url=server.base_url.removesuffix("/v1")) as client:
+    with httpx.Client(base_url=server.base_url.removesuffix("/v1"), timeout=None) as client:
         while client.get("/stats").json()["requests"] < count and process.poll() is None:
             time.sleep(0.02)
 
@@ -86,7 +86,7 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
 
 def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
     traces, out = chat_traces(tmp_path / "traces.jsonl", 2), tmp_path / "out"
-    with JudgeServer(latency=1.0) as server:
+    with JudgeServer(latency=3.0) as server:
         process = subprocess.Popen(
             [sys.executable, "-m", "draco_ray.cli", *command(traces, out, server.base_url)],
             stdout=subprocess.PIPE,

@@ -31,6 +31,7 @@ from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.small_run import TASKS, a_call, a_trajectory, rubric
+from tests.support.turns import AheadClock
 
 pytestmark = pytest.mark.slow
 
@@ -118,7 +119,9 @@ async def test_what_the_archive_says_was_paid_counts_against_the_budget(run: Run
 async def test_every_attempt_is_a_request(run: RunDirectory) -> None:
     limits = JudgeLimits(requests_per_minute=3)
     with ScriptedJudgeServer(Reply("busy", status=503), Reply("busy", status=503), Reply("fine")) as server:
-        judge, _ = client(server.base, limits, run)
+        judge, actor = client(server.base, limits, run)
+        # The minute does not pass, however long they take.
+        actor.limiter._clock = lambda: 0.0
         assert (await judge(ask(0))).requests == 3
         # A fourth within the minute is not sent.
         with pytest.raises(TimeoutError):
@@ -208,13 +211,17 @@ async def test_chinese_does_not_overrun_what_a_lease_holds(run: RunDirectory) ->
     assert actor.limiter.spent == pytest.approx(0.8, rel=0.01)
 
 
-async def test_requests_that_timed_out_may_be_billed_and_are_booked(run: RunDirectory) -> None:
-    late = Reply("late", delay=3.0)
+async def test_requests_that_timed_out_may_be_billed_and_are_booked(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late, clock = Reply("late", delay=600.0), AheadClock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.monotonic)
     with ScriptedJudgeServer(late, late, Reply("fine", output_tokens=100)) as server:
-        judge, actor = client(
-            server.base, JudgeLimits(dollars=10.0), run, request_timeout_seconds=0.4, max_outage_seconds=0
-        )
-        completion = await judge(ask(0))
+        judge, actor = client(server.base, JudgeLimits(dollars=10.0), run, max_outage_seconds=0)
+        call = asyncio.create_task(judge(ask(0)))
+        for number in (1, 2):
+            await clock.jump(600.0, when=lambda number=number: len(server.requests) == number)
+        completion = await call
     assert completion.requests == 3
     assert completion.dollars == pytest.approx(2.1)
     assert completion.estimated_dollars == pytest.approx(2.0)

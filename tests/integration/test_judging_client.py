@@ -22,6 +22,7 @@ from draco_ray.judging.phases import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message, Paid
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
+from tests.support.turns import AheadClock
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +64,7 @@ def config(base: str, **changes: object) -> JudgeConfig:
         "api_key_env": "DRACO_TEST_KEY",
         "max_attempts": 4,
         "max_backoff_seconds": 5.0,
-        "request_timeout_seconds": 20.0,
+        "request_timeout_seconds": 600.0,
     }
     return JudgeConfig.model_validate(values | changes)
 
@@ -241,24 +242,29 @@ async def test_a_body_that_is_no_chat_completion_is_asked_again() -> None:
     assert (completion.text, completion.requests) == ("fine", 2)
 
 
-async def test_a_slow_answer_times_out_and_is_asked_again() -> None:
-    with ScriptedJudgeServer(Reply("late", delay=5.0), Reply("fine")) as server:
-        completion = await LiteLLMClient(config(server.base, request_timeout_seconds=0.5), sleep=Naps())(ask())
+async def test_a_slow_answer_times_out_and_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = AheadClock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.monotonic)
+    with ScriptedJudgeServer(Reply("late", delay=600.0), Reply("fine")) as server:
+        call = asyncio.create_task(LiteLLMClient(config(server.base), sleep=Naps())(ask()))
+        await clock.jump(600.0, when=server.asked.is_set)
+        completion = await call
     assert (completion.text, completion.requests) == ("fine", 2)
 
 
-async def test_the_pool_is_told_how_each_request_ended(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_pool_is_told_how_each_request_ended(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, "draco_ray.judging.client")
-    script = (Reply("late", delay=3.0), Reply("slow down", 429, headers={"Retry-After": "0"}), Reply("fine"))
-    told = Told()
+    script = (Reply("late", delay=600.0), Reply("slow down", 429, headers={"Retry-After": "0"}), Reply("fine"))
+    told, clock = Told(), AheadClock()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", clock.monotonic)
     with ScriptedJudgeServer(*script) as server:
-        settings = config(
-            server.base,
-            prices={"scripted": Price(input=2.0, output=10.0)},
-            request_timeout_seconds=0.4,
-            max_outage_seconds=0,
-        )
-        await LiteLLMClient(settings, sleep=Naps(), leases=told)(ask())
+        prices = {"scripted": Price(input=2.0, output=10.0)}
+        settings = config(server.base, prices=prices, max_outage_seconds=0)
+        call = asyncio.create_task(LiteLLMClient(settings, sleep=Naps(), leases=told)(ask()))
+        await clock.jump(600.0, when=server.asked.is_set)
+        await call
     asked = told.asked[0]
     assert asked.output_tokens == 16384
     assert asked.dollars > 16384 * 10e-6
@@ -266,12 +272,12 @@ async def test_the_pool_is_told_how_each_request_ended(caplog: pytest.LogCapture
     # It may be billed: the most that it can be, and a guess, from which nothing is learned.
     assert (late.tokens, late.output_tokens) == (asked.input_tokens + asked.output_tokens, asked.output_tokens)
     assert (late.dollars, late.estimated, late.trouble, late.hint) == (asked.dollars, True, FailureKind.TIMED_OUT, None)
-    assert "no answer within 0.4 s" in late.reason
+    assert "no answer within 600 s" in late.reason
     assert (refused.tokens, refused.output_tokens, refused.dollars, refused.hint) == (0, 0, 0, 0)
     assert (refused.trouble, refused.estimated) == (FailureKind.RATE_LIMITED, True)
     assert "slow down" in refused.reason
     assert (fine.tokens, fine.output_tokens, fine.estimated, fine.trouble) == (110, 10, False, None)
-    assert f"judge openai/scripted at {server.base}: request 1: no answer within 0.4 s; again in " in caplog.text
+    assert f"judge openai/scripted at {server.base}: request 1: no answer within 600 s; again in " in caplog.text
     assert "request 2: " in caplog.text
     assert "slow down; again in 0.0 s" in caplog.text
 

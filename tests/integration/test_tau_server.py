@@ -37,7 +37,7 @@ def configure(model: Path) -> DracoConfig:
 
 
 def client(url: str, key: str) -> httpx.Client:
-    return httpx.Client(base_url=url.partition("/v1")[0], headers={"Authorization": f"Bearer {key}"})
+    return httpx.Client(base_url=url.partition("/v1")[0], headers={"Authorization": f"Bearer {key}"}, timeout=None)
 
 
 def processes_serving(folder: Path) -> list[psutil.Process]:
@@ -58,7 +58,8 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
     policy = served_policy("step00001", str(model), tmp_path / "step00001")
     log = tmp_path / "server.log"
     with served(configure(model), policy, log, tmp_path, ["OPENAI_API_KEY"]) as endpoint:
-        names = httpx.get(f"{endpoint.api_base}/models", headers={"Authorization": f"Bearer {endpoint.key}"})
+        with client(endpoint.api_base, endpoint.key) as asking:
+            names = asking.get("/v1/models")
         assert {each["id"]: each["parent"] for each in names.json()["data"]} == {"base": None, "policy": "base"}
         request = {
             "model": "policy",
@@ -69,8 +70,8 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
             "max_tokens": 8,
         }
         url = f"{endpoint.api_base}/chat/completions"
-        assert httpx.post(url, json=request).status_code == 401
-        answer = httpx.post(url, json=request, headers={"Authorization": f"Bearer {endpoint.key}"}, timeout=120)
+        assert httpx.post(url, json=request, timeout=None).status_code == 401
+        answer = httpx.post(url, json=request, headers={"Authorization": f"Bearer {endpoint.key}"}, timeout=None)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] > 0
         # The policy was found live before it was served; the model is no adapter of itself.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,8 +15,8 @@ from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
-from draco_ray.traces import library
-from draco_ray.traces.batch import FILE, BatchClient
+from draco_ray.traces import batch, library
+from draco_ray.traces.batch import FILE, BatchClient, BatchEndpoint
 from draco_ray.traces.library import judge, open_judge
 from draco_ray.traces.load import load_traces
 from tests.support.batch_server import BatchServer
@@ -54,12 +56,25 @@ def client(server: BatchServer, provider: str, cache: Path | None = None) -> Bat
     return BatchClient(config, kept, quiet_seconds=0.1, poll_seconds=0.02)
 
 
+def submit_when_filled(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
+    """Submit each batch when it has its number of requests: how far apart they come is up to the machine."""
+    left = [*sizes]
+
+    async def quiet(endpoint: BatchEndpoint, bodies: Mapping[str, object]) -> None:
+        size = left.pop(0)
+        while len(bodies) < size:  # noqa: ASYNC110 (added by others' tasks)
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(BatchEndpoint, "_quiet", quiet)
+
+
 def asked(text: str) -> Request:
     return Request(messages=(Message(role="user", content=text),), phase="score")
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))
-async def test_requests_go_out_together_and_cost_half(provider: str) -> None:
+async def test_requests_go_out_together_and_cost_half(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit_when_filled(monkeypatch, 3, 1)
     with BatchServer(lambda prompt: f"re: {prompt}", fails="bad") as server:
         complete = client(server, provider)
         await complete.check()
@@ -76,7 +91,10 @@ async def test_requests_go_out_together_and_cost_half(provider: str) -> None:
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))
-async def test_a_request_that_was_refused_is_not_put_into_another_batch(provider: str) -> None:
+async def test_a_request_that_was_refused_is_not_put_into_another_batch(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit_when_filled(monkeypatch, 2)
     with BatchServer(lambda prompt: f"re: {prompt}", refuses="bad") as server:
         complete = client(server, provider)
         good, bad = await asyncio.gather(complete(asked("one")), complete(asked("bad")))
@@ -87,7 +105,10 @@ async def test_a_request_that_was_refused_is_not_put_into_another_batch(provider
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))
-async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, tmp_path: Path) -> None:
+async def test_who_goes_on_waits_for_the_batch_that_is_under_way(
+    provider: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit_when_filled(monkeypatch, 2, 1)
     with BatchServer(lambda prompt: f"re: {prompt}") as server:
         server.held.set()
         first = client(server, provider, tmp_path)
@@ -118,9 +139,9 @@ async def test_the_judges_of_a_panel_go_on_with_a_batch_each(tmp_path: Path) -> 
             return [BatchClient(each, kept, quiet_seconds=0.1, poll_seconds=0.02) for each in configs]
 
         waiting = asyncio.gather(*(each(asked("one")) for each in clients()))
-        while len(server.batches) < 2:  # noqa: ASYNC110 (as above)
+        kept = tmp_path / FILE
+        while not kept.is_file() or len(json.loads(kept.read_text(encoding="utf-8"))) < 2:  # noqa: ASYNC110 (as above)
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.1)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -144,9 +165,9 @@ async def test_a_batch_that_failed_costs_nothing_and_says_why(code: str, request
 async def test_a_batch_waits_until_there_is_room_for_its_tokens() -> None:
     with BatchServer(lambda prompt: f"re: {prompt}", invalid="token_limit_exceeded") as server:
         waiting = asyncio.ensure_future(client(server, "openai")(asked("one")))
-        while not server.batches:  # noqa: ASYNC110 (as above)
+        # The first batch is polled, and fails; the second comes after a pause.
+        while not any(each["looks"] for each in server.batches.values()):  # noqa: ASYNC110 (as above)
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.1)
         server.invalid = None
         assert (await waiting).text == "re: one"
 
@@ -163,9 +184,10 @@ async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: py
     def quick(settled: library.Plan) -> library.Meter:
         meter = open_judge(settled)
         endpoint = meter.complete.complete._endpoint  # type: ignore[union-attr]
-        endpoint.quiet_seconds, endpoint.poll_seconds = 0.3, 0.02
+        endpoint.poll_seconds = 0.02
         return meter
 
+    submit_when_filled(monkeypatch, 2, 4, 2, 4, 4)
     monkeypatch.setattr(library, "open_judge", quick)
     groups = load_traces([FILES / "openai_chat.jsonl", FILES / "tau2.json"])
     priced = DracoConfig(judge=JudgeConfig(prices={"own": PRICE}))
@@ -175,6 +197,24 @@ async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: py
         )
     assert [[trace.reward for trace in group.rollouts] for group in judged] == [[1.0, -1.0]] * 2
     assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 4, 2, 4, 4]
+
+
+async def test_a_batch_is_submitted_when_a_pause_has_brought_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    bodies: dict[str, dict[str, object]] = {"first": {}}
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) < 3:
+            bodies[f"after {len(pauses)}"] = {}
+
+    with BatchServer(str) as server:
+        endpoint = client(server, "openai")._endpoint
+        assert isinstance(endpoint, BatchEndpoint)
+        monkeypatch.setattr(batch, "asyncio", SimpleNamespace(sleep=pause))
+        await endpoint._quiet(bodies)
+    assert pauses == [0.1] * 3
+    assert len(bodies) == 3
 
 
 def test_providers_without_batches_are_named() -> None:

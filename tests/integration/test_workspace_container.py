@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from draco_ray.config.schema import AgentConfig
+from draco_ray.environments import program
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.program_agent import ProgramAgent
@@ -23,6 +24,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 from tests.support import stand_in_engine
 from tests.support.coding_agents import Workspaces, left, new_mark
 from tests.support.endpoint_episode import END, ScriptedSampler
+from tests.support.turns import AheadClock
 
 MOUNTS = "-v {workspace}:/workspace -v {run}:/run/draco"
 ROOT = Path(__file__).parents[2]
@@ -57,12 +59,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     stored.remove()
 
 
-async def play(
-    at: Workspaces, script: str, container: str, timeout_seconds: float = 120, task: str = "1"
-) -> Trajectory:
+async def play(at: Workspaces, script: str, container: str, task: str = "1") -> Trajectory:
     sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
     command = f"sh -c {shlex.quote(ASK + script)}"
-    return await at.play(sampler, command=command, container=container, timeout_seconds=timeout_seconds, task=task)
+    return await at.play(sampler, command=command, container=container, task=task)
 
 
 async def test_an_agent_its_set_up_and_its_tests_run_in_the_container(tmp_path: Path, engine: str) -> None:
@@ -91,11 +91,15 @@ async def test_an_agent_its_set_up_and_its_tests_run_in_the_container(tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["limit", "cancelled", "disk"])
-async def test_no_process_of_a_container_outlives_the_rollout(tmp_path: Path, engine: str, how: str) -> None:
+async def test_no_process_of_a_container_outlives_the_rollout(
+    tmp_path: Path, engine: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = AheadClock()
+    monkeypatch.setattr(program, "time", clock)
     at, mark = Workspaces(tmp_path, disk_mib=20), new_mark()
     fill = "for n in 1 2 3 4; do head -c 9M /dev/zero > $n; done;" if how == "disk" else ""
     script = f"ask one; (setsid sleep {mark} &); {fill} exec sleep {mark}"
-    playing = asyncio.create_task(play(at, script, engine, 20 if how == "limit" else 120))
+    playing = asyncio.create_task(play(at, script, engine))
     while len(left(mark)) < (1 if how == "disk" else 2) and not playing.done():  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     if how == "cancelled":
@@ -103,12 +107,14 @@ async def test_no_process_of_a_container_outlives_the_rollout(tmp_path: Path, en
         with pytest.raises(asyncio.CancelledError):
             await playing
     else:
+        if how == "limit":
+            await clock.jump(1200, when=lambda: True)
         played = await playing
         assert played.ended is EpisodeEnd.CRASHED
-        assert ("agent.timeout_seconds=20" if how == "limit" else "disk_mib=20") in str(played.error)
+        assert ("agent.timeout_seconds=1200" if how == "limit" else "disk_mib=20") in str(played.error)
         assert len(played.steps) == 1
     # The kernel may still be ending them.
-    psutil.wait_procs(left(mark), timeout=30)
+    psutil.wait_procs(left(mark), timeout=600)
     assert left(mark) == []
 
 
@@ -128,7 +134,7 @@ def test_a_container_ends_when_its_host_process_is_killed(tmp_path: Path, engine
         while len(left(mark)) < 2 and playing.poll() is None:
             time.sleep(0.1)
         playing.kill()
-    psutil.wait_procs(left(mark), timeout=30)
+    psutil.wait_procs(left(mark), timeout=600)
     assert left(mark) == []
     assert playing.returncode < 0
 

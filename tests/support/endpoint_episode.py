@@ -98,7 +98,7 @@ class Served:
     async def post(self, path: str, content: bytes | str, key: str | None = None) -> httpx.Response:
         """A bare request."""
         headers = {b"authorization": f"Bearer {self.episode.key if key is None else key}".encode()}
-        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+        async with httpx.AsyncClient(trust_env=False, verify=False, timeout=None) as client:
             return await client.post(self.base_url + path, content=content, headers=headers)
 
     def trajectory(self) -> Trajectory:

@@ -73,7 +73,7 @@ def a_group() -> Group:
 def scraped() -> dict[str, float]:
     """Series with labels -> value, as Prometheus would read this node."""
     (node,) = ray.nodes()
-    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=30).text
+    text = httpx.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=None).text
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("ray_draco_")]
     return {series: float(value) for series, value in lines}
 

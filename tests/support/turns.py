@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -36,6 +37,22 @@ async def outcome(call: Awaitable[AnswerT]) -> AnswerT:
         return task.result()
     finally:
         task.cancel()
+
+
+class AheadClock:
+    """Real time, which the test sets forward: what comes before a time limit may take as long as the machine needs."""
+
+    def __init__(self) -> None:
+        self._ahead = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self._ahead
+
+    async def jump(self, seconds: float, when: Callable[[], object]) -> None:
+        """Set it forward once a condition holds."""
+        while not when():  # noqa: ASYNC110 (what other threads and processes do)
+            await asyncio.sleep(0.01)
+        self._ahead += seconds
 
 
 class LoopClock:

@@ -66,6 +66,27 @@ def test_nobody_is_found_in_a_run_that_has_ended(run: subprocess.Popen[str], mon
     assert JOB.find("engine core", run) == []
 
 
+FORKS = """
+import os
+if os.fork():
+    print("forked", flush=True)
+input()
+"""
+
+
+def test_what_a_process_has_just_started_is_not_taken_for_it() -> None:
+    """Until it runs its own program, a child has its parent's command line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS, "the engine core"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as core:
+        assert core.stdout is not None
+        assert core.stdout.readline() == "forked\n"
+        scene = SimpleNamespace(driver=os.getpid())
+        assert len(JOB.processes(scene.driver, "the engine core")) == 2
+        assert JOB.of_words("the engine core")(scene) == [core.pid]
+        core.communicate("\n\n")
+
+
 INTERRUPTED = """
 import signal, sys
 def first(*_):

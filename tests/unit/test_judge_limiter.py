@@ -317,13 +317,23 @@ async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
 async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> None:
     line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 0.6)))
-    # The last would fit, and would be sent for nobody: the first ends the run.
-    waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.7, 0.1)]
+    waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
     await asyncio.sleep(0)
     await line.settle(first, ended(1, 0.5))
     results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
     assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
-    assert line.limiter.reserved == 0.0
+
+
+@pytest.mark.parametrize("final", [False, True])
+async def test_where_a_refusal_ends_the_work_no_cheaper_call_is_sent_after_it(clock: Clock, final: bool) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=final)
+    first = await outcome(line.lease(asked(1, 0.6)))
+    waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.1)]
+    await asyncio.sleep(0)
+    await line.settle(first, ended(1, 0.5))
+    results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
+    results += await outcome(asyncio.gather(line.lease(asked(1, 0.1)), return_exceptions=True))
+    assert [isinstance(result, BudgetSpent) for result in results] == [True, final, final]
 
 
 @pytest.mark.parametrize("ends", ["settled", "given back", "abandoned", "expired"])

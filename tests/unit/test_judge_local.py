@@ -444,7 +444,7 @@ def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
         assert isinstance(server.look(), str)
         pids.add(server.pid)
         assert server._child is not None
-        server._child.wait(30)
+        server._child.wait(600)
     with pytest.raises(JudgeUnavailable, match=f"ended with exit code 1 {STARTS} times .*no_such_module") as refusal:
         server.look()
     assert "\n" not in str(refusal.value)

@@ -63,7 +63,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, status: int, body: str) -> None:
         self.server.asked.append((self.path, self.headers["Authorization"]))
         # At most so long: code that waits for ever fails, and does not hang.
-        self.server.go_on.wait(2)
+        self.server.go_on.wait(60)
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -116,7 +116,7 @@ class Watched:
     def wait(self) -> None:
         """Until its process has ended."""
         assert self.server._child is not None
-        assert self.server._child.wait(30) is not None
+        assert self.server._child.wait(600) is not None
 
 
 @pytest.fixture

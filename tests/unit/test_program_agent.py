@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
+from draco_ray.environments import program as program_module
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import ConfigError, EngineError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
@@ -27,6 +28,7 @@ from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.worker import rollout_starter
 from tests.support.endpoint_episode import CHAT, END, TASK, TOOL, ScriptedSampler, call, check_books
+from tests.support.turns import AheadClock
 
 CURL = """\
 #!/bin/sh
@@ -50,6 +52,7 @@ def ask(*said, tools=()):
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]})
     return json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
 """
+SLEEP = "open('asleep', 'w'); import time; time.sleep(600)"
 
 
 @dataclass
@@ -183,8 +186,8 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
             "asks for a repetition of the rollout; .*output: no desk",
         ),
         ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was killed by signal 6"),
-        ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
-        ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),
+        (f"ask('a'); {SLEEP}", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=600"),
+        (SLEEP, EpisodeEnd.SERVER_ERROR, "timeout_seconds=600 and never called the endpoint"),
         # It is no doing of a policy that said nothing, and there is nothing to train on.
         ("ask('many words ' * 900)", EpisodeEnd.SERVER_ERROR, "exit code 1 and got no answer: .*length is 400 tokens"),
         ("os.environ['OPENAI_API_KEY'] = 'k'; ask('a')", EpisodeEnd.SERVER_ERROR, "got no answer: wrong key; expected"),
@@ -193,10 +196,14 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
     ],
 )
 async def test_how_a_program_ended_counts_and_is_said(
-    rollouts: Rollouts, source: str, ended: EpisodeEnd, said: str
+    rollouts: Rollouts, source: str, ended: EpisodeEnd, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = {"max_turns": 4, "max_prompt_length": 200, "max_response_length": 200}
-    played = await rollouts.play(source, timeout_seconds=4 if "sleep" in source else 600, **limits)
+    clock = AheadClock()
+    monkeypatch.setattr(program_module, "time", clock)
+    jumping = asyncio.create_task(clock.jump(600, when=(rollouts.folder / "asleep").exists))
+    played = await rollouts.play(source, **limits)
+    jumping.cancel()
     assert played.ended is ended
     assert played.error is not None
     assert "\n" not in played.error
