@@ -34,7 +34,7 @@ def run(sandbox_root: Path, starter_model: Path, tmp_path_factory: pytest.TempPa
     process = start_draco(words)
     try:
         # The third visit of every task is under way.
-        wait_until(lambda: any((root / "lean" / "tables").glob("judge_calls/step00003/*.arrow")), process, 1200)
+        wait_until(lambda: any((root / "lean" / "tables").glob("judge_calls/step00003/*.arrow")), process)
         below = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.kill()

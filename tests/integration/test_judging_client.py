@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.build import build_judge
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
+from draco_ray.judging.endpoint import Server
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter import LeaseRequest, Limiter, RequestResult, WaitingLine
@@ -262,7 +264,15 @@ async def test_the_pool_is_told_how_each_request_ended(
     with ScriptedJudgeServer(*script) as server:
         prices = {"scripted": Price(input=2.0, output=10.0)}
         settings = config(server.base, prices=prices, max_outage_seconds=0)
-        call = asyncio.create_task(LiteLLMClient(settings, sleep=Naps(), leases=told)(ask()))
+        client = LiteLLMClient(settings, sleep=Naps(), leases=told)
+        complete = client._endpoint.complete
+
+        async def patient(request: Request, place: Server, max_tokens: int, timeout: float) -> Any:
+            # The transport's own limit is not reached at the same moment.
+            return await complete(request, place, max_tokens, 2 * timeout)
+
+        monkeypatch.setattr(client._endpoint, "complete", patient)
+        call = asyncio.create_task(client(ask()))
         await clock.jump(600.0, when=server.asked.is_set)
         await call
     asked = told.asked[0]
