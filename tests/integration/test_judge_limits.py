@@ -238,7 +238,7 @@ async def test_requests_that_the_endpoint_answered_with_an_error_cost_nothing(ru
 
 
 async def test_a_call_that_is_cancelled_under_way_is_booked(run: RunDirectory) -> None:
-    with ScriptedJudgeServer(Reply("fine", delay=5.0)) as server:
+    with ScriptedJudgeServer(Reply("fine", delay=600.0)) as server:
         judge, actor = client(server.base, JudgeLimits(dollars=10.0), run)
         call = asyncio.create_task(judge(ask(0)))
         await asyncio.to_thread(server.asked.wait)
@@ -267,14 +267,17 @@ async def test_an_outage_pauses_everybody_and_drops_nothing(
     run: RunDirectory, trouble: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    # The first eight are answered late and ask for a pause: all eight calls are in flight when the outage begins and
-    # have failed before one is sent again, on a loaded machine too. A call that fails alone twice is its own failure.
-    during = [replace(trouble, delay=1.0, headers={"retry-after": "5"})] * 8 + [trouble] * 26
+    # The first eight are answered together and ask for a pause: all eight are in flight when the outage begins and
+    # have failed before one is sent again. A call that fails alone twice is its own failure.
+    during = [replace(trouble, headers={"retry-after": "5"})] * 8 + [trouble] * 26
     with ScriptedJudgeServer(*outage(*during, before=5)) as server:
         # The whole outage counts as one failure of a call.
         judge, _ = client(server.base, None, run, max_attempts=2)
         await asyncio.gather(*(judge(ask(number)) for number in range(5)))
-        answers = await asyncio.gather(*(judge(ask(number)) for number in range(100, 108)))
+        server.held.set()
+        calls = asyncio.gather(*(judge(ask(number)) for number in range(100, 108)))
+        await server.answer_together(8)
+        answers = await calls
         assert [answer.error for answer in answers] == [None] * 8
     assert len(server.requests) <= 5 + 35 + 8
     lines = [record.getMessage() for record in caplog.records]
@@ -462,7 +465,8 @@ async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: 
 
 
 async def test_a_limiter_that_is_restarted_knows_what_is_under_way(run: RunDirectory) -> None:
-    with ScriptedJudgeServer(Reply("fine", output_tokens=400, delay=0.5)) as server:
+    with ScriptedJudgeServer(Reply("fine", output_tokens=400)) as server:
+        server.held.set()
         judge, _ = client(server.base, JudgeLimits(dollars=10.0), run)
         leases = judge._leases
         assert isinstance(leases, DirectLeases)
@@ -471,5 +475,6 @@ async def test_a_limiter_that_is_restarted_knows_what_is_under_way(run: RunDirec
         # Ray starts the actor anew, under the same name.
         leases.actor = JudgeLimiterActor(judge._config, run.path)
         assert (leases.actor.limiter.spent, leases.actor.limiter.reserved) == (0.0, 1.0)
+        server.held.clear()
         await call
         assert (leases.actor.limiter.spent, leases.actor.limiter.reserved) == (pytest.approx(0.4), 0.0)

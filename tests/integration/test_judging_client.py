@@ -363,9 +363,12 @@ async def test_check_passes_on_any_answer_and_fails_on_refused_parameters() -> N
 
 
 async def test_no_more_calls_are_in_flight_than_allowed() -> None:
-    with ScriptedJudgeServer(Reply(delay=0.4)) as server:
+    with ScriptedJudgeServer() as server:
+        server.held.set()
         client = LiteLLMClient(config(server.base, concurrency_per_worker=3))
-        await asyncio.gather(*(client(ask(str(number))) for number in range(9)))
+        calls = asyncio.gather(*(client(ask(str(number))) for number in range(9)))
+        await server.answer_together(3)
+        await calls
     assert server.most_in_flight == 3
 
 

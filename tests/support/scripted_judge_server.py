@@ -55,6 +55,8 @@ class ScriptedJudgeServer:
         """Event that the first request sets."""
         self.fails_on: str | None = None
         """Prompts that contain this text are answered with status 500, independently of the script."""
+        self.held = threading.Event()
+        """While this event is set, no reply is sent."""
         self.in_flight = 0
         self.most_in_flight = 0
         self._socket = socket.socket()
@@ -78,6 +80,12 @@ class ScriptedJudgeServer:
         self._thread.join(timeout=10)
         self._socket.close()
 
+    async def answer_together(self, number: int) -> None:
+        """End a hold once there are this many requests in flight."""
+        while self.in_flight < number:  # noqa: ASYNC110 (counted by another thread)
+            await asyncio.sleep(0.01)
+        self.held.clear()
+
     async def _answer(self, request: Request) -> Response:
         body = await request.json()
         reply = self.script[min(len(self.requests), len(self.script) - 1)]
@@ -89,6 +97,8 @@ class ScriptedJudgeServer:
         if self.fails_on is not None and self.fails_on in str(body["messages"]):
             reply = Reply("broken inside", 500)
         await asyncio.sleep(reply.delay)
+        while self.held.is_set():  # noqa: ASYNC110 (cleared by another thread)
+            await asyncio.sleep(0.01)
         self.in_flight -= 1
         if self.answer is not None and reply.status == 200:
             said = self.answer(body["messages"][0]["content"])

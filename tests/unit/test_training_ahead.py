@@ -315,16 +315,20 @@ async def test_a_resumed_run_takes_over_what_the_step_may_have_been_sampled_with
 async def test_a_step_that_does_not_end_is_given_up_and_what_it_waits_for_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, cancelled = Run(tmp_path, "watch.step_seconds=0.2"), asyncio.Event()
+    run, cancelled, loop = Run(tmp_path, "watch.step_seconds=3600"), asyncio.Event(), asyncio.get_running_loop()
+    now, hanging = loop.time, 0
+    monkeypatch.setattr(loop, "time", lambda: now() + (3600.0 if hanging == 3 else 0.0))
 
     async def hung(samples: Any) -> None:
+        nonlocal hanging
+        hanging += 1
         try:
             await asyncio.Future()
         finally:
             cancelled.set()
 
     monkeypatch.setattr(run.trainer.learner, "accumulate", hung)
-    with pytest.raises(RunStopped, match=r"step 1 has not ended .*=0.2, waiting for: 3 x a group's gradients in the "):
+    with pytest.raises(RunStopped, match=r"step 1 has not ended .*=3600, waiting for: 3 x a group's gradients in the "):
         await trained(run, monkeypatch)
     assert cancelled.is_set()
 
