@@ -15,6 +15,7 @@ import pytest
 from draco_ray.benchmarks.tau import evaluate as evaluate_module
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
+from draco_ray.benchmarks.tau.results import simulation_files
 from draco_ray.benchmarks.tau.server import api_policy
 from draco_ray.benchmarks.tau.tau2_process import RUNNER, find_tau2
 from draco_ray.config.schema import DracoConfig
@@ -147,14 +148,15 @@ def test_a_crash_is_survived(machine: Path) -> None:
 def test_a_stalled_process_is_ended_and_started_again(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = machine / "out"
     config = configure(machine, {"hang": [1]})
-    wait, waits = evaluate_module._wait, []
+    wait = evaluate_module._wait
+    waits: list[Child] = []
 
     def impatient(child: Child, folder: Path, stall_seconds: float, progress: Callable[[int], None]) -> str | None:
         """Only the first process is waited for briefly, and only once it hangs: starting takes what it takes."""
         waits.append(child)
         if len(waits) > 1:
             return wait(child, folder, stall_seconds, progress)
-        while not evaluate_module.simulation_files(folder):
+        while not simulation_files(folder):
             assert child.returncode is None
             time.sleep(0.05)
         return wait(child, folder, 1.0, progress)
