@@ -111,7 +111,8 @@ class Judging:
             if budget is not None and self._out is None:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
-            self._loop, self._meter = loop, open_judge(replace(self._plan, config=config))
+            # A cheaper conversation may still be judged after one that the budget refuses.
+            self._loop, self._meter = loop, open_judge(replace(self._plan, config=config), final=False)
             self._answers = asyncio.ensure_future(check_judges(self._plan, self._meter))
         await self._answers
         return self._meter

@@ -271,8 +271,12 @@ class _Function:
         """Do nothing: the first request shows whether the function answers."""
 
 
-def open_judge(settled: Plan) -> Meter:
-    """Open the judge model over LiteLLM, with its limits and budget; spending of earlier processes counts.
+def open_judge(settled: Plan, *, final: bool = True) -> Meter:
+    """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
+
+    Args:
+        settled: the plan.
+        final: as in `WaitingLine`; False if it is opened once for several calls of `judge`: a refusal ends only one.
 
     Raises:
         StoreError: replies cannot be stored.
@@ -290,7 +294,7 @@ def open_judge(settled: Plan) -> Meter:
         outage=outage,
     )
     cache = None if judge.cache is None else ReplyCache(judge.cache)
-    line = WaitingLine(limiter, final=True)
+    line = WaitingLine(limiter, final=final)
     meter = Meter()
 
     def open_one(judge: JudgeConfig) -> Completer:

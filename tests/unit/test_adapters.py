@@ -177,6 +177,20 @@ async def test_conversations_judged_at_once_have_a_folder_each(tmp_path: Path, m
     assert sorted(each.parent.name for each in tmp_path.glob("*/judged.jsonl")) == ["00001", "00002", "00003"]
 
 
+async def test_a_conversation_that_the_budget_refuses_does_not_end_the_judging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    prices = {"m": {"input": 100.0, "output": 0.0}}
+    config = DracoConfig.model_validate({"judge": {"model": "openai/m", "prices": prices}})
+    with ScriptedJudgeServer(answer=canned_judge.answer) as server:
+        judging = Judging(None, config=config, api_base=server.base, budget=4.0)
+        long, short = ([{"messages": [{"role": "user", "content": text}, *said("DL9")]}] for text in (ASK * 2000, ASK))
+        with pytest.raises(BudgetSpent):
+            await judging(long)
+        (judged,) = await judging(short)
+    assert judged is not None
+    assert judged.trace.reward == 1.0
+
+
 async def test_a_run_to_which_no_criterion_applies_has_no_score_in_inspect() -> None:
     class Unsure(Canned):
         async def __call__(self, request: Request) -> Completion:
