@@ -252,6 +252,11 @@ class Limiter:
             self._leases[number] = _Lease(asked, _Use(now, 0.0), now, inherited=True)
 
     @property
+    def in_flight(self) -> int:
+        """Number of leases that are not settled."""
+        return len(self._leases)
+
+    @property
     def reserved(self) -> float:
         """Maximum cost of the requests in flight, in dollars."""
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
@@ -346,8 +351,8 @@ class WaitingLine:
         """
         Args:
             limiter: grants the leases.
-            final: whether the first call that the budget refuses is the last: its error ends all the work, so a cheaper
-                call would be cancelled after it was sent.
+            final: whether the first call that the budget refuses ends all the work, which cancels the other calls: no
+                call is sent after it, and its error is raised when the replies on their way have come.
         """
         self.limiter, self._final = limiter, final
         self._spent: str | None = None
@@ -383,13 +388,16 @@ class WaitingLine:
 
     def _lease(self, asked: LeaseRequest) -> tuple[str | None, float]:
         """See `Limiter.lease`."""
-        if self._spent is not None:
-            raise BudgetSpent(self._spent)
-        try:
-            return self.limiter.lease(asked)
-        except BudgetSpent as error:
-            self._spent = str(error) if self._final else None
-            raise
+        if self._spent is None:
+            try:
+                return self.limiter.lease(asked)
+            except BudgetSpent as error:
+                if not self._final:
+                    raise
+                self._spent = str(error)
+        if self.limiter.in_flight:
+            return None, math.inf
+        raise BudgetSpent(self._spent)
 
     async def _serve(self) -> None:
         """Serve the queue until it is empty."""

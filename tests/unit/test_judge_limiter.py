@@ -336,6 +336,18 @@ async def test_where_a_refusal_ends_the_work_no_cheaper_call_is_sent_after_it(cl
     assert [isinstance(result, BudgetSpent) for result in results] == [True, final, final]
 
 
+async def test_a_call_that_can_never_fit_ends_the_work_when_the_replies_on_their_way_have_come(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=True)
+    numbers = [await outcome(line.lease(asked(1, dollars))) for dollars in (0.0, 0.1)]
+    waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (1.1, 0.1)]
+    for number in numbers:
+        await turns(5)
+        assert [task.done() for task in waiting] == [False, False]
+        await line.settle(number, ended(1, 0.0))
+    results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
+    assert [isinstance(result, BudgetSpent) for result in results] == [True, True]
+
+
 @pytest.mark.parametrize("ends", ["settled", "given back", "abandoned", "expired"])
 def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock, ends: str) -> None:
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=600.0, clock=clock)
