@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 
-from draco_ray.errors import DracoError, StoreError
+from draco_ray.errors import DracoError, StoreError, one_line
 from draco_ray.observability.logs import private_files
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import (
@@ -33,6 +33,31 @@ from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store import PaidCalls, RunStore
 from draco_ray.summaries import RolloutSummary
+
+GivenP = ParamSpec("GivenP")
+ResultT = TypeVar("ResultT")
+
+
+def _remembered(
+    write: Callable[Concatenate[RunStoreActor, GivenP], ResultT],
+) -> Callable[Concatenate[RunStoreActor, GivenP], ResultT]:
+    """Raise an error of a write also at the next wait, as `StoreError`: most callers do not wait for their writes."""
+
+    @wraps(write)
+    def writes(actor: RunStoreActor, *given: GivenP.args, **named: GivenP.kwargs) -> ResultT:
+        path = actor._store.directory.path
+        try:
+            with write_errors(path):
+                return write(actor, *given, **named)
+        except DracoError as error:
+            actor._failure = str(error)
+            raise StoreError(actor._failure) from None
+        except Exception as error:
+            what = f"{type(error).__name__}: {one_line(error)}"
+            actor._failure = f"run directory {path}: {write.__name__} cannot be written: {what}"
+            raise
+
+    return writes
 
 
 class RunStoreActor:
@@ -58,21 +83,24 @@ class RunStoreActor:
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="gathering")
         self._gathered = self._gathering.submit(self._gather, None)
 
+    @_remembered
     def trajectory(self, step: int, trajectory: Trajectory, *, evaluated: bool = False) -> None:
         """Keep a finished rollout, or an evaluated one of the policy of ``step``."""
         kind, key = "evaluation_" if evaluated else "", f"{trajectory.task_id}-{trajectory.rollout}"
-        self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
+        self._store.write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
         # Write this row last: it marks the rollout as complete.
-        self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
+        self._store.write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
 
+    @_remembered
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value if there is a table for it."""
         key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
-        self._write("judge_calls", step, key, self._paid.rows(step, key, judged.calls))
+        self._store.write("judge_calls", step, key, self._paid.rows(step, key, judged.calls))
         if judged.value is not None:
             for table, value_rows in rows.judged_rows(phase, step, task_id, rollout, judged.value):
-                self._write(table, step, key, value_rows)
+                self._store.write(table, step, key, value_rows)
 
+    @_remembered
     def group(
         self,
         step: int,
@@ -84,23 +112,29 @@ class RunStoreActor:
     ) -> None:
         """Keep a group's rubric, advantages and final state."""
         if rubric is not None and rubric.value:
-            self._write("criteria", step, task_id, rows.criterion_rows(step, task_id, rubric.value, advantages))
+            self._store.write("criteria", step, task_id, rows.criterion_rows(step, task_id, rubric.value, advantages))
         if advantages is not None:
-            self._write("advantages", step, task_id, rows.advantage_rows(step, task_id, advantages, step_tokens or {}))
-        self._write("groups", step, task_id, [{"training_step": step, "task_id": task_id, **state}])
+            self._store.write(
+                "advantages", step, task_id, rows.advantage_rows(step, task_id, advantages, step_tokens or {})
+            )
+        self._store.write("groups", step, task_id, [{"training_step": step, "task_id": task_id, **state}])
 
+    @_remembered
     def spans(self, step: int, key: str, spans: Sequence[Row]) -> None:
         """Keep timing spans."""
-        self._write("spans", step, key, [{"training_step": step, **span} for span in spans])
+        self._store.write("spans", step, key, [{"training_step": step, **span} for span in spans])
 
+    @_remembered
     def evaluations(self, step: int, split: str, evaluations: Sequence[Evaluation]) -> None:
         """Keep evaluated rollouts."""
-        self._write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
+        self._store.write("evaluations", step, split, rows.evaluation_rows(step, split, evaluations))
 
+    @_remembered
     def heldout_calls(self, step: int, key: str, judged: Judged[Any]) -> None:
         """Keep judge calls about a held-out task."""
-        self._write("heldout_calls", step, key, self._paid.rows(step, key, judged.calls, "heldout_calls"))
+        self._store.write("heldout_calls", step, key, self._paid.rows(step, key, judged.calls, "heldout_calls"))
 
+    @_remembered
     def heldout(
         self,
         step: int,
@@ -139,13 +173,14 @@ class RunStoreActor:
             error=error,
         )
         row = rows.heldout_row(step, split, found, criteria)
-        self._write("heldout_verdicts", step, f"{split}-{task.task_id}-{run}", [row])
+        self._store.write("heldout_verdicts", step, f"{split}-{task.task_id}-{run}", [row])
         return found
 
+    @_remembered
     def outcome(self, step: int, rollout: int, evaluated: Evaluated) -> None:
         """Keep the environment's verdict on a training rollout."""
         verdict = evaluated.evaluation
-        self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
+        self._store.write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Close a step: write its metrics line, and merge its files into one per table in the background.
@@ -172,20 +207,21 @@ class RunStoreActor:
         self._gathered.result()
         self.flush()
 
+    @_remembered
     def _gather(self, last: int | None) -> None:
         """Merge the files of the steps up to ``last``; None: of closed steps that an earlier process has left.
 
         Measurements of a policy may be added long after its step, so their files are not merged.
         """
         store = self._store
-        with self._remembering():
-            if last is None:
-                last = max((line["step"] for line in store.directory.metrics()), default=0) - 1
-            for step in store.ungathered(last):
-                store.gather(step, STEP_TABLES)
-            if self._manifest is not None:
-                self._manifest.update(last)
+        if last is None:
+            last = max((line["step"] for line in store.directory.metrics()), default=0) - 1
+        for step in store.ungathered(last):
+            store.gather(step, STEP_TABLES)
+        if self._manifest is not None:
+            self._manifest.update(last)
 
+    @_remembered
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write the metrics of a step, before the checkpoint that completes it.
 
@@ -193,8 +229,7 @@ class RunStoreActor:
             StoreError: this or an earlier write failed.
         """
         self.flush()
-        with self._remembering():
-            self._store.write_metrics(step, metrics)
+        self._store.write_metrics(step, metrics)
 
     def recorded(self, step: int, policy_version: int) -> list[tuple[str, int]]:
         """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
@@ -214,20 +249,6 @@ class RunStoreActor:
         """
         if self._failure is not None:
             raise StoreError(self._failure)
-
-    def _write(self, table: str, step: int, key: str, made: Sequence[Row]) -> None:
-        with self._remembering():
-            self._store.write(table, step, key, made)
-
-    @contextmanager
-    def _remembering(self) -> Iterator[None]:
-        """Raise an error as `StoreError`, now and at the next wait: most callers do not wait for their writes."""
-        try:
-            with write_errors(self._store.directory.path):
-                yield
-        except DracoError as error:
-            self._failure = str(error)
-            raise StoreError(self._failure) from None
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from draco_ray.records import (
     Evaluation,
     GroupAdvantages,
     JudgeCall,
+    Judged,
     Message,
     RolloutAdvantage,
     ScoredCriterion,
@@ -393,6 +394,25 @@ def test_what_cannot_be_gathered_is_said_by_the_next_call_that_is_waited_for(tmp
     with pytest.raises(StoreError, match="its checksum is wrong"):
         actor.finish_step(2, {"step": 2})
     assert part.exists()
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (lambda actor: actor.group(1, "t", None, None, None, {"rollouts": "many"}), "group cannot be written: Arrow"),
+        (lambda actor: actor.judged(1, "t", None, "stage1", Judged(value=7)), "judged cannot be written: TypeError: "),
+        (lambda actor: actor.heldout_calls(1, "t", None), "heldout_calls cannot be written: AttributeError: "),
+    ],
+)
+def test_a_write_that_failed_for_any_reason_is_said_by_the_next_call_that_is_waited_for(
+    tmp_path: Path, write: Callable[[RunStoreActor], None], said: str
+) -> None:
+    """A defect of ours or of a library is no lesser loss than a full disk."""
+    actor = RunStoreActor(RunDirectory.create(tmp_path / "run", "seed: 0\n").path)
+    with contextlib.suppress(Exception):
+        write(actor)
+    with pytest.raises(StoreError, match=said):
+        actor.finish_step(1, {"step": 1})
 
 
 def test_a_table_is_whole_while_its_step_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
