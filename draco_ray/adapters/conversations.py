@@ -11,6 +11,7 @@ from typing import Any, Self, Unpack
 
 from draco_ray.algorithm.rules import AdvantageRule, find_rule
 from draco_ray.errors import ConfigError
+from draco_ray.judging.completion import Completer
 from draco_ray.traces.library import JudgeOptions, Meter, check_judges, judge, open_judge, plan
 from draco_ray.traces.load import groups_of, place_of
 from draco_ray.traces.results import JudgedTrace
@@ -68,7 +69,8 @@ class Judging:
             ConfigError: an option that cannot be used.
         """
         inspect.signature(judge).bind([], model, **options)
-        self._complete, out = options.pop("complete", None), options.pop("out", None)
+        complete, out = options.pop("complete", None), options.pop("out", None)
+        self._complete = Meter(complete) if isinstance(complete, Completer) else complete
         self._out = None if out is None else Path(out)
         arguments: dict[str, Any] = {**options, "out": self._out}
         self._plan = plan(model, **arguments)
@@ -111,8 +113,9 @@ class Judging:
             if budget is not None and self._out is None:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
-            # A cheaper conversation may still be judged after one that the budget refuses.
-            self._loop, self._meter = loop, open_judge(replace(self._plan, config=config), final=False)
+            checked, self._loop = self._meter.checked, loop
+            self._meter = open_judge(replace(self._plan, config=config))
+            self._meter.checked = checked
             self._answers = asyncio.ensure_future(check_judges(self._plan, self._meter))
         await self._answers
         return self._meter

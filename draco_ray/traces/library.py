@@ -195,6 +195,8 @@ class Meter:
         """The reply store."""
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
+        self.checked = False
+        """Whether the judges have answered, so that a later outage is waited for."""
         self.waits_for = ""
         """Description of servers that are still loading."""
         self.begun: dict[int, float] = {}
@@ -331,12 +333,14 @@ def judge_of(settled: Plan, meter: Meter) -> JudgeOf:
 
 
 async def check_judges(settled: Plan, meter: Meter) -> None:
-    """Make sure that the judge, its jury and the strong judge answer.
+    """Make sure, once, that the judge, its jury and the strong judge answer.
 
     Raises:
         JudgeUnavailable: one of them does not.
     """
-    await panel_judge(settled.config.judge, settled.prompts, meter, meter.open_other).check()
+    if not meter.checked:
+        await panel_judge(settled.config.judge, settled.prompts, meter, meter.open_other).check()
+        meter.checked = True
 
 
 async def _judge_groups(

@@ -23,11 +23,12 @@ from draco_ray.adapters.trl import StepCredit
 from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, TraceError
+from draco_ray.judging.client import CHECK_ATTEMPTS, PROBE_REQUEST
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.traces.load import groups_of
 from tests.support import canned_judge
 from tests.support.adapters import ASK, Canned, said
-from tests.support.scripted_judge_server import ScriptedJudgeServer
+from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1]
 ACTED = (True, True, False)
@@ -166,6 +167,42 @@ def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
             StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)(
                 [ASK + "!"] * 2, [said("UA1"), said("DL9")]
             )
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_judge_is_checked_once_and_waited_for_between_generations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    away = 0
+
+    def answer(prompt: str) -> str | Reply:
+        nonlocal away
+        away -= 1
+        return Reply(status=503) if away >= 0 else canned_judge.answer(prompt)
+
+    with ScriptedJudgeServer(answer=answer) as server:
+        config = {"judge": {"model": "openai/m", "max_backoff_seconds": 0.01}}
+        credit = StepCredit(config=config, api_base=server.base, out=tmp_path if kept else None)
+        assert credit([ASK, ASK], [said("DL9"), said("UA1")]) == [1.0, -1.0]
+        away = 2 * CHECK_ATTEMPTS
+        assert credit([f"{ASK}!"] * 2, [said("UA1"), said("DL9")]) == [-1.0, 1.0]
+    checks = [each for each in server.requests if each["messages"][0]["content"] == PROBE_REQUEST.messages[0].content]
+    assert len(checks) == 1
+
+
+def test_a_completer_of_ones_own_is_checked_once(tmp_path: Path) -> None:
+    class Checked(Canned):
+        checks = 0
+
+        async def check(self) -> None:
+            self.checks += 1
+
+    own = Checked()
+    credit = StepCredit("canned", complete=own, out=tmp_path)
+    for end in ("", "!"):
+        assert credit([f"{ASK}{end}"] * 2, [said("DL9"), said("UA1")]) == [1.0, -1.0]
+    assert own.checks == 1
 
 
 async def test_conversations_judged_at_once_have_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
