@@ -47,6 +47,12 @@ class RunStore:
         path = self.directory.part(table, step, key)
         (write_part if path.suffix == SUFFIX else write_parquet)(path, rows)
 
+    def drop_rollouts(self, step: int, but: Collection[str]) -> None:
+        """Remove the rollouts of an unfinished step, except those with the keys ``but``."""
+        for path in (path for table in ("trajectories", "steps") for path in self.directory.parts(table, step)):
+            if path.stem not in but:
+                path.unlink()
+
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append the step's metrics line and merge its parts into one file per table. May be repeated after a kill."""
         self.write_metrics(step, metrics)

@@ -235,6 +235,11 @@ class RunStoreActor:
         """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
         return recorded_rollouts(self._store.directory, step, policy_version)
 
+    @_remembered
+    def drop_rollouts(self, step: int, but: Sequence[str]) -> None:
+        """See `RunStore.drop_rollouts`."""
+        self._store.drop_rollouts(step, but)
+
     @ray.method(num_returns=2)
     def trajectory_again(self, step: int, task_id: str, rollout: int) -> tuple[Trajectory, RolloutSummary]:
         """A recorded rollout, which goes to Ray's object store, and its summary."""

@@ -23,6 +23,8 @@ from draco_ray.config.keys import flat
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.judging.labels import examples_of
+from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.records import Message
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_bytes, read_table, read_text, write_private
@@ -56,8 +58,8 @@ FREE = (
 """Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
 same judge is reached, and what may be spent."""
 TASKS, PROMPTS = "tasks.json", "task_prompts.json"
-HELD_OUT = ""
-"""Key of the held-out tasks in `PROMPTS`; no task has this id."""
+HELD_OUT, FILE = "", "/"
+"""Key of the held-out tasks in `PROMPTS`, and prefix of the keys of other files; no task has such an id."""
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -94,13 +96,16 @@ def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
     ]
 
 
-def allowed_changes(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
-    """The changes that `config_changes` finds.
+def allowed_changes(
+    run: RunDirectory, old: DracoConfig, new: DracoConfig, edited: Sequence[str] = (), *, allow_changed: bool
+) -> list[str]:
+    """What `config_changes` finds, and those of ``edited`` (see `edited_names`) that are files of the configuration.
 
     Raises:
-        ConfigError: there are changes and ``allow_changed`` is false.
+        ConfigError: there is something and ``allow_changed`` is off.
     """
-    changes = config_changes(old, new)
+    files = [f"{name.removeprefix(FILE)} (edited)" for name in edited if name.startswith(FILE)]
+    changes = [*config_changes(old, new), *files]
     if changes and not allow_changed:
         raise ConfigError(
             f"--resume {run.path}: the configuration has changed: {'; '.join(changes)}; undo these changes, or add "
@@ -147,25 +152,50 @@ def adopt_tasks(
     return parts
 
 
+def judge_files(config: DracoConfig) -> dict[str, str]:
+    """Digests of what is in the files that tell the judge how to judge, by their keys for `write_prompts`.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    algorithm, judge = config.algorithm, config.judge
+    if algorithm.reward != "rubric":
+        return {}
+    contents: dict[str, object] = {f"judge.prompts={judge.prompts}": dict(load_prompts(judge.prompts).templates)}
+    if judge.examples is not None:
+        contents[f"judge.examples={judge.examples}"] = examples_of(judge)
+    static = algorithm.static_rubric if algorithm.rubric == "static" else None
+    held_out = None if judge.held_out is None else judge.held_out.rubric
+    for key, path in (("algorithm.static_rubric", static), ("judge.held_out.rubric", held_out)):
+        if path is not None:
+            contents[f"{key}={path}"] = [asdict(criterion) for criterion in load_static_rubric(path)]
+    return {f"{FILE}{name}": _digest(content) for name, content in contents.items()}
+
+
 def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
-    """Tasks whose prompts have changed since `write_prompts` recorded them; new tasks do not count.
+    """Tasks whose prompts have changed since `write_prompts` recorded them. Raises: as `edited_names`."""
+    return edited_names(run, _prompt_digests(prompts))
+
+
+def edited_names(run: RunDirectory, digests: Mapping[str, str]) -> list[str]:
+    """Names for which `write_prompts` recorded another digest; new names do not count.
 
     Raises:
         DamagedRun: the record cannot be read.
     """
     known = _recorded_digests(run)
-    return [task for task, prompt in prompts.items() if known.get(task, now := _digest(prompt)) != now]
+    return [name for name, digest in digests.items() if known.get(name, digest) != digest]
 
 
-def edited_held_out(run: RunDirectory, digest: str | None) -> bool:
-    """Whether `write_prompts` recorded another digest of the held-out tasks. Raises: as `edited_tasks`."""
-    return digest is not None and _recorded_digests(run).get(HELD_OUT, digest) != digest
+def write_prompts(
+    run: RunDirectory, prompts: Mapping[str, Sequence[Message]], others: Mapping[str, str] | None = None
+) -> None:
+    """Record what each task asks, and digests of the held-out tasks and of `judge_files`.
 
-
-def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]], held_out: str | None = None) -> None:
-    """Record what each task asks, and a digest of the held-out tasks. Raises: OSError."""
-    digests = {task: _digest(prompt) for task, prompt in prompts.items()}
-    write_private(run.path / PROMPTS, json.dumps(digests if held_out is None else {HELD_OUT: held_out, **digests}))
+    Names that are gone stay recorded, because they may come back. Raises: OSError, DamagedRun.
+    """
+    recorded = {**_recorded_digests(run), **_prompt_digests(prompts), **(others or {})}
+    write_private(run.path / PROMPTS, json.dumps(recorded))
 
 
 def _recorded_digests(run: RunDirectory) -> dict[str, Any]:
@@ -178,8 +208,12 @@ def _recorded_digests(run: RunDirectory) -> dict[str, Any]:
         raise damaged(path, error) from None
 
 
-def _digest(prompt: Sequence[Message]) -> str:
-    return hashlib.sha256(json.dumps([asdict(message) for message in prompt]).encode()).hexdigest()
+def _prompt_digests(prompts: Mapping[str, Sequence[Message]]) -> dict[str, str]:
+    return {task: _digest([asdict(message) for message in prompt]) for task, prompt in prompts.items()}
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def recorded_order(run: RunDirectory) -> TaskOrder:

@@ -34,14 +34,16 @@ from draco_ray.training.cluster import head_failure
 from draco_ray.training.held_out import is_complete
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
+    HELD_OUT,
     PROMPTS,
     TASKS,
     StartPoint,
     adopt_config,
     adopt_tasks,
     allowed_changes,
-    edited_held_out,
+    edited_names,
     edited_tasks,
+    judge_files,
     rewind,
     write_prompts,
 )
@@ -71,13 +73,13 @@ def train(config: DracoConfig, console: Console | None = None, checks: Sequence[
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
-        held_out = _held_out(config)
+        others = _other_digests(config)
         with sole_driver(run):
             with write_errors(run.path):
                 if run.config_text() != dump_config(config):
                     run.write_config(dump_config(config))
                 adopt_tasks(run, prompts, order.rules, 0, console)
-                write_prompts(run, prompts, held_out)
+                write_prompts(run, prompts, others)
             return _train(config, prompts, order, run, StartPoint(), console, place.url)
 
 
@@ -156,12 +158,12 @@ def resume(
         config = load_config(source or str(run.path), overrides, setting, trust=trust)
         check_training(overrides, config)
         config, prompts, order = _checked(config, console, CHECKS)
-        held_out = _held_out(config)
+        others = _other_digests(config)
         with write_errors(run.path):
             check_disk(config, run.path)
             check_paid_replies(run, old, config)
-            changes = allowed_changes(run, old, config, allow_changed=allow_changed)
-            edited, other_held_out = edited_tasks(run, prompts), edited_held_out(run, held_out)
+            edited, edited_others = edited_tasks(run, prompts), edited_names(run, others)
+            changes = allowed_changes(run, old, config, edited_others, allow_changed=allow_changed)
             lost = (
                 [] if run.untouched else [name for name in (TASKS, PROMPTS, MANIFEST) if not (run.path / name).exists()]
             )
@@ -171,12 +173,14 @@ def resume(
             for damage in start.damage:
                 console.print(damage)
             adopt_config(run, config)
-            write_prompts(run, prompts, held_out)
+            write_prompts(run, prompts, others)
             order.parts = adopt_tasks(run, prompts, order.rules, start.step, console)
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
-        if start.step >= _steps(config, order) and _measured(run, config, start.step):
-            console.print(f"{run.path.name}: already finished at step {start.step}")
+        last = _steps(config, order)
+        if start.step > last or (start.step == last and _measured(run, config, last)):
+            beyond = f"; the configuration ends it at step {last}" if start.step > last else ""
+            console.print(f"{run.path.name}: already finished at step {start.step}{beyond}")
             return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
         if edited:
@@ -191,7 +195,7 @@ def resume(
             )
         if absent := absent_tables(run):
             console.print(absent)
-        if other_held_out:
+        if HELD_OUT in edited_others:
             console.print(
                 f"changed: the held-out tasks of {config.data.eval_split}, or what is expected of them; evaluations "
                 "before and after this are not comparable"
@@ -214,12 +218,13 @@ def _checked(
     return start.config, start.prompts, start.order
 
 
-def _held_out(config: DracoConfig) -> str | None:
-    """A digest of the held-out tasks and of what is expected of them; None if they are not measured."""
-    if not config.train.evaluate_before_after:
-        return None
-    environment, tasks = _held_out_tasks(config)
-    return environment.digest(tasks)
+def _other_digests(config: DracoConfig) -> dict[str, str]:
+    """`judge_files`, and a digest of the held-out tasks and of what is expected of them, if they are measured."""
+    digests = judge_files(config)
+    if config.train.evaluate_before_after:
+        environment, tasks = _held_out_tasks(config)
+        digests[HELD_OUT] = environment.digest(tasks)
+    return digests
 
 
 def _held_out_tasks(config: DracoConfig) -> tuple[Environment, list[str]]:

@@ -431,9 +431,11 @@ class Batches:
     async def _take_over(self, step: int, groups: Mapping[str, str]) -> None:
         """Give a step's recorded rollouts to the pool, which returns them instead of playing new ones.
 
+        Others are dropped, such as those of tasks that no longer exist.
+
         ``groups``: name of each group, by task id.
         """
-        store, nothing, taken = self.pipeline.keep, ray.put(None), 0
+        store, nothing, taken = self.pipeline.keep, ray.put(None), list[str]()
         for version in range(max(0, step - 1 - self.order.rules.behind), step):
             for task_id, rollout in await store.recorded.remote(step, version):
                 if task_id in groups and rollout < self.pipeline.config.group_size:
@@ -442,8 +444,9 @@ class Batches:
                         rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
                     )
                     self.pipeline.rollouts.take_over(groups[task_id], member)
-                    taken += 1
-        self.console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
+                    taken.append(f"{task_id}-{rollout}")
+        await store.drop_rollouts.remote(step, taken)
+        self.console.print(f"step {step}: {len(taken)} finished rollouts are reused from the run directory")
 
 
 log = logging.getLogger(__name__)

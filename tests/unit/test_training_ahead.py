@@ -94,6 +94,7 @@ class Run:
             metrics=remote(self._nothing),
             finish_step=remote(self._finished),
             recorded=remote(self._recorded),
+            drop_rollouts=remote(self._nothing),
             trajectory_again=SimpleNamespace(remote=self._again),
         )
         pool: Any = SimpleNamespace(take_over=lambda group, member: self.taken_over.append((group, member.summary)))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import io
 import json
 import os
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
@@ -26,6 +30,7 @@ from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import part_rows, read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
+from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training import run as driver
 from draco_ray.training.resume import (
     StartPoint,
@@ -37,9 +42,11 @@ from draco_ray.training.resume import (
     rewind,
     write_prompts,
 )
-from draco_ray.training.trainer import OrderRules, TaskOrder, TaskPart
+from draco_ray.training.trainer import Batches, OrderRules, TaskOrder, TaskPart
+from draco_ray.workers.local import LocalActor
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
+from tests.unit.test_labels import a_label
 
 
 @pytest.fixture
@@ -207,9 +214,9 @@ class Resumed:
         evidence_key(run.judge_cache)
         create_store(run.judge_cache)
 
-    def __call__(self, *overrides: str) -> list[str]:
+    def __call__(self, *overrides: str, allow_changed: bool = True) -> list[str]:
         said = Console(record=True, file=io.StringIO(), width=500)
-        driver.resume(self._run.path, None, overrides, allow_changed=True, console=said)
+        driver.resume(self._run.path, None, overrides, allow_changed=allow_changed, console=said)
         return said.export_text().splitlines()
 
     def _train(
@@ -295,6 +302,93 @@ def test_held_out_tasks_of_which_something_else_is_expected_are_named_once(
     (_, said) = resumed()
     assert said.startswith(line)
     assert resumed() == ["run: continues after step 0"]
+
+
+@pytest.mark.parametrize(
+    ("key", "others"),
+    [
+        ("algorithm.static_rubric", {"algorithm.rubric": "static"}),
+        ("judge.held_out.rubric", {"judge.held_out.model": "openai/other"}),
+        ("judge.prompts", {}),
+        ("judge.examples", {}),
+    ],
+)
+def test_an_edited_file_of_the_judge_is_a_changed_configuration(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, others: dict[str, str]
+) -> None:
+    resumed, (path, edit) = Resumed(run, monkeypatch), file_of(key, tmp_path)
+    resumed(f"{key}={path}", *(f"{name}={value}" for name, value in others.items()))
+    record = run.path / "task_prompts.json"
+    known = record.read_text()
+    edit()
+    # A run of an earlier version has no record of the file.
+    record.write_text(json.dumps({task: digest for task, digest in json.loads(known).items() if task in TASKS}))
+    assert resumed(allow_changed=False) == ["run: continues after step 0"]
+    record.write_text(known)
+    with pytest.raises(ConfigError, match=rf"configuration has changed: {key}={path} \(edited\); undo these changes"):
+        resumed(allow_changed=False)
+    assert record.read_text() == known
+    assert resumed() == ["run: continues after step 0", f"changed: {key}={path} (edited)"]
+    assert resumed(allow_changed=False) == ["run: continues after step 0"]
+
+
+def file_of(key: str, folder: Path) -> tuple[Path, Callable[[], None]]:
+    """A file for the key, and what edits it."""
+    path = folder / "file"
+    if key == "judge.prompts":
+        shutil.copytree("prompts/judge", path)
+        score = path / "score_rubrics.txt"
+        return path, lambda: score.write_text(f"{score.read_text()}\nBe strict.\n")
+
+    def write(word: str) -> None:
+        criterion = {"title": "Ends", "description": word, "evaluator_instruction": "Look."}
+        path.write_text(json.dumps([criterion] if key.endswith("rubric") else a_label(verdict=-1, note=word)) + "\n")
+
+    write("first")
+    return path, lambda: write("second")
+
+
+def test_a_run_that_is_to_end_before_the_step_it_has_reached_is_finished(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last policy is not measured: nothing would be started but to end again."""
+    resumed = Resumed(run, monkeypatch)
+    for step in (1, 2):
+        write_step(run, step, finished=True)
+        small_checkpoint(run.checkpoint(step))
+    monkeypatch.setattr(driver, "_measured", lambda run, config, step: False)
+    said = "run: already finished at step 2; the configuration ends it at step 1"
+    assert resumed("train.steps=1") == [said]
+    assert resumed.start == StartPoint()
+    resumed("train.steps=2")
+    assert resumed.start.step == 2
+
+
+async def test_what_an_interrupted_step_does_not_take_over_is_dropped(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollouts of a task that was removed meanwhile would be counted with the step."""
+    kept = TASKS[1]
+    write_step(run, 1, finished=False)
+    run.part("trajectories", 1, f"{kept}-1").unlink()
+    calls = run.table("judge_calls").num_rows
+    order = TaskOrder([kept, "new"], 2, 0)
+    taken: list[tuple[str, int]] = []
+    monkeypatch.setattr(ray, "put", lambda value: value)
+    pipeline: Any = SimpleNamespace(
+        config=DracoConfig().algorithm,
+        keep=LocalActor(RunStoreActor(run.path), {"trajectory_again": 2}),
+        rollouts=SimpleNamespace(take_over=lambda group, member: taken.append((group, member.rollout))),
+        run=lambda group: asyncio.sleep(0),
+    )
+    prompts = dict.fromkeys((kept, "new"), PROMPTS[kept])
+    batch = await Batches(prompts, order, pipeline, Console(quiet=True), frozenset({1})).take(1)
+    await batch.cancel()
+    assert taken == [(f"step1/{kept}", 0)]
+    assert run.table("trajectories").select(["task_id", "rollout"]).to_pylist() == [{"task_id": kept, "rollout": 0}]
+    assert set(run.table("steps").column("task_id").to_pylist()) == {kept}
+    # They were paid for.
+    assert run.table("judge_calls").num_rows == calls
 
 
 def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
