@@ -27,7 +27,7 @@ from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
-from draco_ray.traces.batch import DISCOUNT
+from draco_ray.traces.batch import DISCOUNT, unsettled_batches
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.judging import as_trajectory
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
@@ -208,9 +208,12 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
 
 def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     """Print how much of the budget is reserved by requests of killed processes, or free it."""
+    # Those in recorded batches are settled when these have ended.
+    batches = unsettled_batches(cache).values() if wanted.batch else ()
+    known = {lease for members in batches for lease in members.values()}
     if wanted.release:
-        console.print(f"${release_unanswered(cache):.4f} of unanswered requests now count as not billed")
-    elif waiting := read_book(cache).under_way:
+        console.print(f"${release_unanswered(cache, but=known):.4f} of unanswered requests now count as not billed")
+    elif waiting := {each: most for each, most in read_book(cache).under_way.items() if each not in known}:
         console.print(
             f"{counted(len(waiting), 'request')} of an earlier process had no answer and may have been billed: "
             f"${math.fsum(waiting.values()):.4f} stay reserved; if the provider did not bill them, add --release"

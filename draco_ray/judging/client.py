@@ -196,12 +196,11 @@ class LiteLLMClient:
     async def _send(self, call: Call, server: Server) -> Completion | NextAction:
         """Send one request under a lease; returns its reply, or what to do with the call."""
         asked = time.perf_counter()
-        call.number = await self._leases.lease(call.asked)
+        call.number = await self._lease(call)
         call.waited += time.perf_counter() - asked
         completion, ended = None, UNSENT
         try:
-            if self._cache is not None:
-                await self._cache.begin(call.number, call.asked.dollars)
+            await self._begin(call)
             ended = LOST
             completion, result = await self._request(call, server)
             if self._cache is not None:
@@ -212,6 +211,15 @@ class LiteLLMClient:
         finally:
             action = await self._leases.settle(call.number, ended)
         return completion or action
+
+    async def _lease(self, call: Call) -> str:
+        """Take a lease for a request; returns its number."""
+        return await self._leases.lease(call.asked)
+
+    async def _begin(self, call: Call) -> None:
+        """Enter a request in the book before it is sent."""
+        if self._cache is not None:
+            await self._cache.begin(call.number, call.asked.dollars)
 
     async def _request(self, call: Call, server: Server) -> tuple[Completion | None, RequestResult]:
         """Send one request; returns its reply, if any, and its result."""

@@ -211,6 +211,7 @@ class Limiter:
         limits: JudgeLimits,
         *,
         spent: float = 0.0,
+        booked: Mapping[str, float] | None = None,
         under_way: Mapping[str, float] | None = None,
         lease_seconds: float = math.inf,
         outage: Outage | None = None,
@@ -221,6 +222,7 @@ class Limiter:
         Args:
             limits: limits of the whole pool.
             spent: dollars that earlier processes of this run have spent.
+            booked: the part of ``spent`` for leases without an answer, which may still come: number -> dollars.
             under_way: unsettled leases of an earlier limiter of this run: number -> maximum cost.
             lease_seconds: age at which a lease is booked at its maximum cost: its holder has died, and the request may
                 have been billed.
@@ -240,7 +242,7 @@ class Limiter:
         self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
         self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
-        self._booked: dict[str, float] = {}
+        self._booked = dict(booked or {})
         """Dollars booked for leases without an answer, which may still come."""
         self._scale = 1.0
         """Largest factor by which a request exceeded its maximum cost."""

@@ -27,7 +27,7 @@ import sqlite3
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -406,22 +406,24 @@ def read_book(folder: Path, run: str = "") -> Book:
     )
 
 
-def release_unanswered(folder: Path) -> float:
-    """Book requests that were never answered as free of charge; returns the dollars that this frees.
+def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
+    """Book requests that were never answered, ``but`` these, as free of charge; returns the dollars that this frees.
 
     For users who know from the provider's record that they were not billed. No other process may be using the cache.
 
     Raises:
         StoreError: the book cannot be read or written.
     """
-    freed = math.fsum(read_book(folder).under_way.values())
+    freed = {number: most for number, most in read_book(folder).under_way.items() if number not in but}
     if freed:
         try:
             with contextlib.closing(sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS)) as connection, connection:
-                connection.execute("UPDATE requests SET dollars = 0.0 WHERE dollars IS NULL")
+                connection.executemany(
+                    "UPDATE requests SET dollars = 0.0 WHERE number = ?", [(each,) for each in freed]
+                )
         except sqlite3.Error as error:
             raise StoreError(f"the log of judge requests {folder / FILE} cannot be written: {error}") from None
-    return freed
+    return math.fsum(freed.values())
 
 
 def _is_amount(value: object) -> bool:

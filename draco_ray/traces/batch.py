@@ -2,8 +2,9 @@
 
 `BatchClient` differs from `draco_ray.judging.client.LiteLLMClient` only in how requests are sent: they are submitted as
 one batch when none has been added for `QUIET_SECONDS`, and each gets its reply when the batch has ended. Leases,
-budget, cost records and stored replies are the same. Submitted batches are recorded beside the replies, so that a
-process that continues after a kill waits for them instead of paying again.
+budget, cost records and stored replies are the same. Requests are entered in the book when their batch is submitted,
+and submitted batches are recorded beside the replies, with the leases of their requests. So a process that continues
+after a kill waits for them, under the same leases, instead of paying again.
 
 OpenAI's API (and compatible servers) is called through OpenAI's client, Anthropic's over HTTP, with LiteLLM translating
 requests and replies.
@@ -24,12 +25,13 @@ import httpx
 
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.completion import Request
+from draco_ray.judging.client import Call, LiteLLMClient
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.limiter import Leases
+from draco_ray.judging.outage import NextAction
 from draco_ray.judging.pricing import check_budget, known_price
-from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.judging.tokens import quiet_litellm
 from draco_ray.runs.directory import write_errors
 
@@ -92,7 +94,7 @@ class BatchClient(LiteLLMClient):
         """
         waiting = config.model_copy(update={"request_timeout_seconds": DAY_SECONDS, "concurrency_per_worker": MANY})
         super().__init__(waiting, cache, leases=leases)
-        self._endpoint = BatchEndpoint(waiting, quiet_seconds, poll_seconds)
+        self._endpoint = BatchEndpoint(waiting, cache, quiet_seconds, poll_seconds)
 
     async def check(self) -> None:
         """Check for a key and, if there is a budget, a price; a test request would take hours.
@@ -104,6 +106,19 @@ class BatchClient(LiteLLMClient):
         self._endpoint.api_key()
         check_budget(self._config, self._config.model)
 
+    async def _lease(self, call: Call) -> str:
+        """The lease of the running batch that contains the request, or a new one."""
+        return self._endpoint.lease_of(call) or await super()._lease(call)
+
+    async def _begin(self, call: Call) -> None:
+        """Leave it to the endpoint, which enters a request in the book when its batch is submitted."""
+        self._endpoint.leases[id(call.request)] = (call.number, call.asked.dollars)
+
+    async def _send(self, call: Call, server: Server) -> Completion | NextAction:
+        found = await super()._send(call, server)
+        self._endpoint.settled(call.number)
+        return found
+
     @cached_property
     def _price(self) -> Price | None:
         price = known_price(self._config, self._config.model)
@@ -113,14 +128,23 @@ class BatchClient(LiteLLMClient):
 class BatchEndpoint(Endpoint):
     """The model behind its provider's batch API."""
 
-    def __init__(self, config: JudgeConfig, quiet_seconds: float, poll_seconds: float) -> None:
+    def __init__(
+        self, config: JudgeConfig, cache: ReplyCache | None, quiet_seconds: float, poll_seconds: float
+    ) -> None:
         """See `BatchClient`."""
         super().__init__(config, "judge", "judge.model, judge.api_base")
         self._api = _api(config, self.api_key)
+        self._cache = cache
         self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
         self._file = None if config.cache is None else config.cache / FILE
-        self._batches: dict[str, list[str]] = self._read()
-        """Ids of the requests of each running batch."""
+        self._batches = {} if config.cache is None else unsettled_batches(config.cache)
+        """Running batches."""
+        self._unsettled: dict[str, set[str]] = {}
+        """Leases of each ended batch that are not settled: until they are, its replies may have to be read again."""
+        self.leases: dict[int, tuple[str, float]] = {}
+        """Number of the lease of each request, by its `id`, and its maximum cost in dollars."""
+        self._leases: dict[str, tuple[str, float]] = {}
+        """The same of the requests of the next batches."""
         self._next: dict[str, dict[str, Any]] = {}
         """Requests of the batch that is submitted next, by id."""
         self._sending: asyncio.Task[dict[str, Result]] | None = None
@@ -134,9 +158,10 @@ class BatchEndpoint(Endpoint):
             OpenAIError: the batch could not be submitted, or has no reply to this request.
         """
         litellm = quiet_litellm()
-        body = _body(litellm, self._config, request, max_tokens)
-        number = hashlib.sha256(json.dumps([body, request.vote], sort_keys=True, default=str).encode()).hexdigest()[:48]
+        number, body = self._numbered(request, max_tokens)
+        lease = self.leases.pop(id(request))
         if number not in self._work:
+            self._leases[number] = lease
             self._join(number, body)
         try:
             results = await asyncio.shield(self._work[number])
@@ -154,6 +179,27 @@ class BatchEndpoint(Endpoint):
             raise litellm.InternalServerError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         return reply
 
+    def lease_of(self, call: Call) -> str | None:
+        """Lease of the request of a call, if a running batch contains it."""
+        if not self._batches:
+            return None
+        number, _ = self._numbered(call.request, call.asked.output_tokens)
+        return next(filter(None, (members.get(number) for members in self._batches.values())), None)
+
+    def settled(self, lease: str) -> None:
+        """Note that a lease was settled; a batch of which all were is forgotten."""
+        for batch, left in list(self._unsettled.items()):
+            left.discard(lease)
+            if not left:
+                del self._unsettled[batch]
+                self._write({name: members for name, members in read_batches(self._file).items() if name != batch})
+
+    def _numbered(self, request: Request, max_tokens: int) -> tuple[str, dict[str, Any]]:
+        """Id and body of a request."""
+        body = _body(quiet_litellm(), self._config, request, max_tokens)
+        text = json.dumps([body, request.vote], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:48], body
+
     def _join(self, number: str, body: dict[str, Any]) -> None:
         """Wait for the running batch that contains a request, or add it to the next batch."""
         if batch := next((batch for batch, members in self._batches.items() if number in members), None):
@@ -169,9 +215,12 @@ class BatchEndpoint(Endpoint):
         await self._quiet(bodies)
         if bodies is self._next:
             self._sending = None
+        leases = {number: self._leases.pop(number) for number in bodies}
+        if self._cache is not None:
+            await asyncio.gather(*(self._cache.begin(*lease) for lease in leases.values()))
         batch = await self._api.submit(bodies)
-        self._batches[batch] = list(bodies)
-        self._write(self._read() | {batch: self._batches[batch]})
+        self._batches[batch] = {number: lease for number, (lease, _) in leases.items()}
+        self._write(read_batches(self._file) | {batch: self._batches[batch]})
         return await self._results(batch)
 
     async def _quiet(self, bodies: Mapping[str, dict[str, Any]]) -> None:
@@ -192,25 +241,35 @@ class BatchEndpoint(Endpoint):
                 if failures >= self._config.max_attempts:
                     raise
             if results is not None:
-                self._batches.pop(batch, None)
-                self._write({name: members for name, members in self._read().items() if name != batch})
+                self._unsettled[batch] = set(filter(None, self._batches.pop(batch, {}).values()))
                 return results
             await asyncio.sleep(self.poll_seconds)
 
-    def _read(self) -> dict[str, list[str]]:
-        if self._file is None or not self._file.is_file():
-            return {}
-        known = json.loads(self._file.read_text(encoding="utf-8"))
-        return {str(batch): [str(number) for number in members] for batch, members in known.items()}
-
-    def _write(self, batches: dict[str, list[str]]) -> None:
-        """Replace the file's list of batches, which all judges of a panel share."""
+    def _write(self, batches: dict[str, dict[str, str]]) -> None:
+        """Replace the file's batches; they are those of all judges of a panel."""
         if self._file is None:
             return
         temporary = Path(f"{self._file}.tmp")
         with write_errors(self._file.parent):
             temporary.write_text(json.dumps(batches), encoding="utf-8")
             os.replace(temporary, self._file)
+
+
+def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
+    """Recorded batches: id -> id of a request -> number of its lease, empty in files of earlier versions."""
+    if file is None or not file.is_file():
+        return {}
+    known = json.loads(file.read_text(encoding="utf-8"))
+    return {batch: each if isinstance(each, dict) else dict.fromkeys(each, "") for batch, each in known.items()}
+
+
+def unsettled_batches(folder: Path) -> dict[str, dict[str, str]]:
+    """Recorded batches beside the replies in a folder, with the requests whose cost is not known yet."""
+    waiting = read_book(folder).under_way
+    return {
+        batch: {number: lease for number, lease in members.items() if not lease or lease in waiting}
+        for batch, members in read_batches(folder / FILE).items()
+    }
 
 
 def _json_lines(content: bytes) -> list[Any]:

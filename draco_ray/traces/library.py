@@ -37,7 +37,7 @@ from draco_ray.judging.outage import Outage
 from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.reply_cache import Book, ReplyCache, read_book
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Ask, GroupJudgement, JudgeOf, environment_facts, judge_group
@@ -289,12 +289,9 @@ def open_judge(settled: Plan, *, final: bool = True) -> Meter:
         max_backoff_seconds=judge.max_backoff_seconds,
         who=f"judge {judge.model} at {place_of(judge)}",
     )
-    limiter = Limiter(
-        judge.limits,
-        # Unanswered requests of ended processes may have been billed, and nobody will settle them.
-        spent=0.0 if judge.cache is None else read_book(judge.cache).dollars,
-        outage=outage,
-    )
+    book = Book(settled={}, under_way={}) if judge.cache is None else read_book(judge.cache)
+    # Unanswered requests of ended processes may have been billed; those in batches are settled when these have ended.
+    limiter = Limiter(judge.limits, spent=book.dollars, booked=book.under_way, outage=outage)
     cache = None if judge.cache is None else ReplyCache(judge.cache)
     line = WaitingLine(limiter, final=final)
     meter = Meter()

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, Price
+from draco_ray.commands.judge import _settle_unanswered
+from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.judging.limiter import Leases, Limiter, WaitingLine
+from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.records import Message
 from draco_ray.traces import batch, library
 from draco_ray.traces.batch import FILE, BatchClient, BatchEndpoint
@@ -42,7 +45,7 @@ def _key(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "key-for-the-test")
 
 
-def client(server: BatchServer, provider: str, cache: Path | None = None) -> BatchClient:
+def client(server: BatchServer, provider: str, cache: Path | None = None, leases: Leases | None = None) -> BatchClient:
     config = JudgeConfig(
         model=MODELS[provider],
         api_base=server.base if provider == "openai" else server.root,
@@ -53,7 +56,15 @@ def client(server: BatchServer, provider: str, cache: Path | None = None) -> Bat
         max_attempts=2,
     )
     kept = None if cache is None else ReplyCache(cache)
-    return BatchClient(config, kept, quiet_seconds=0.1, poll_seconds=0.02)
+    return BatchClient(config, kept, leases, quiet_seconds=0.1, poll_seconds=0.02)
+
+
+async def killed(work: asyncio.Future[Any], when: Callable[[], bool]) -> None:
+    while not when():  # noqa: ASYNC110 (another's task does it)
+        await asyncio.sleep(0.01)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
 
 
 def submit_when_filled(monkeypatch: pytest.MonkeyPatch, *sizes: int) -> None:
@@ -125,6 +136,54 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(
         assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 1]
         third = client(server, provider, tmp_path)
         assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_requests_that_a_killed_process_left_are_booked_once(
+    provider: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ("one", "two")
+    with BatchServer(lambda prompt: f"re: {prompt}") as server:
+        server.held.set()
+        first = client(server, provider, tmp_path)
+        first._endpoint.quiet_seconds = 3600.0
+        await killed(asyncio.gather(*map(first, map(asked, texts))), lambda: len(first._endpoint._next) == 2)
+        assert read_book(tmp_path).under_way == {}, "the provider has never received them"
+        second = client(server, provider, tmp_path)
+        await killed(asyncio.gather(*map(second, map(asked, texts))), (tmp_path / FILE).is_file)
+        server.held.clear()
+        book = read_book(tmp_path)
+        assert len(book.under_way) == 2
+        for batch in (True, False):
+            _settle_unanswered(tmp_path, SimpleNamespace(batch=batch, release=False))  # type: ignore[arg-type]
+            assert ("2 requests of an earlier process had no answer" in capsys.readouterr().out) is not batch
+        _settle_unanswered(tmp_path, SimpleNamespace(batch=True, release=True))  # type: ignore[arg-type]
+        assert read_book(tmp_path) == book
+        # There is not room for them twice.
+        limiter = Limiter(JudgeLimits(dollars=1.1 * book.dollars), spent=book.dollars, booked=book.under_way)
+        third = client(server, provider, tmp_path, WaitingLine(limiter))
+        found = await asyncio.gather(*map(third, map(asked, texts)))
+    assert [each.text for each in found] == ["re: one", "re: two"]
+    settled = read_book(tmp_path)
+    assert (settled.under_way, settled.settled.keys()) == ({}, book.under_way.keys())
+    assert [settled.dollars, limiter.spent] == pytest.approx([0.02, 0.02])
+
+
+async def test_replies_that_were_read_and_not_stored_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*given: object) -> None:
+        reached.set()
+        await asyncio.Event().wait()
+
+    reached = asyncio.Event()
+    with BatchServer(lambda prompt: f"re: {prompt}") as server:
+        with monkeypatch.context() as patched:
+            patched.setattr(ReplyCache, "settle", never)
+            await killed(asyncio.ensure_future(client(server, "openai", tmp_path)(asked("one"))), reached.is_set)
+        assert (await client(server, "openai", tmp_path)(asked("one"))).text == "re: one"
+        assert len(server.batches) == 1
     assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
