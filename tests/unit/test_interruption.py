@@ -65,7 +65,7 @@ def test_a_stopped_run_with_a_copy_names_the_url_and_another_host_continues_ther
     monkeypatch.setattr(
         driver, "_checked", lambda config, *_: (config, dict.fromkeys(tasks, ()), TaskOrder(tasks, 8, 0))
     )
-    monkeypatch.setattr(driver, "_held_out", lambda config: None)
+    monkeypatch.setattr(driver, "_other_digests", lambda config: {})
     monkeypatch.setattr(session, "open_judge", lambda config, *_: contextlib.nullcontext(config))
     monkeypatch.setattr(session, "ray_session", lambda *_: contextlib.nullcontext())
     url = f"file://{tmp_path}/our store/first"
