@@ -107,7 +107,7 @@ class Judging:
     async def _opened(self) -> Meter:
         """The judge for this event loop, with the remaining budget."""
         if self._loop is not (loop := asyncio.get_running_loop()):
-            self._spent += self._meter.dollars
+            self._spent += self._meter.limiter.spent
             config, budget = self._plan.config, self._plan.config.judge.limits.dollars
             # With ``out`` the reply cache records what was spent, also by earlier processes.
             if budget is not None and self._out is None:

@@ -72,6 +72,8 @@ class BatchApi(Protocol):
 class BatchClient(LiteLLMClient):
     """Completes requests in batches, for uses in which a reply may take a day."""
 
+    _endpoint: BatchEndpoint
+
     def __init__(
         self,
         config: JudgeConfig,

@@ -195,6 +195,8 @@ class Meter:
         """The reply store."""
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
+        self.limiter = Limiter(JudgeLimits())
+        """The limiter of `open_judge`, whose ``spent`` also contains checks and unanswered requests."""
         self.checked = False
         """Whether the judges have answered, so that a later outage is waited for."""
         self.waits_for = ""
@@ -295,6 +297,7 @@ def open_judge(settled: Plan, *, final: bool = True) -> Meter:
     cache = None if judge.cache is None else ReplyCache(judge.cache)
     line = WaitingLine(limiter, final=final)
     meter = Meter()
+    meter.limiter = limiter
 
     def open_one(judge: JudgeConfig) -> Completer:
         if settled.batch:
