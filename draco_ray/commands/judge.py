@@ -209,8 +209,8 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
 def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     """Print how much of the budget is reserved by requests of killed processes, or free it."""
     # Those in recorded batches are settled when these have ended.
-    batches = unsettled_batches(cache).values() if wanted.batch else ()
-    known = {lease for members in batches for lease in members.values()}
+    batches = unsettled_batches(cache) if wanted.batch else {}
+    known = {lease for members in batches.values() for lease in members.values()}
     if wanted.release:
         console.print(f"${release_unanswered(cache, but=known):.4f} of unanswered requests now count as not billed")
     elif waiting := {each: most for each, most in read_book(cache).under_way.items() if each not in known}:
