@@ -11,7 +11,9 @@ import os
 from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from statistics import fmean
+from typing import Literal
 
+from pydantic import BaseModel, Field, ValidationError
 from rich.table import Table
 
 from draco_ray.errors import ConfigError
@@ -20,6 +22,19 @@ from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, rate_dif
 from draco_ray.lab.rows import grouped
 from draco_ray.terminal import counted
 from draco_ray.traces.keeping import LINES
+
+
+class _Verdict(BaseModel):
+    title: str
+    verdict: Literal["PASS", "FAIL", "NOT_APPLICABLE"]
+
+
+class _Graded(BaseModel):
+    """What a grade needs of a line of ``judged.jsonl``."""
+
+    task_id: str
+    pass_share: float | None = Field(ge=0, le=1, strict=True)
+    verdicts: list[_Verdict]
 
 
 def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
@@ -32,14 +47,18 @@ def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
     try:
         # Not splitlines: JSON may contain other line separators than \n.
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{named} {file}: cannot be read: {' '.join(str(error).split())}") from None
-    if not lines or not all(
-        isinstance(line, dict) and {"task_id", "pass_share", "verdicts"} <= line.keys() for line in lines
-    ):
-        raise ConfigError(
-            f"{named} {file}: expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
-        )
+    expected = f"expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
+    if not lines:
+        raise ConfigError(f"{named} {file}: is empty; {expected}")
+    for number, line in enumerate(lines, 1):
+        try:
+            _Graded.model_validate(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the line"
+            raise ConfigError(f"{named} {file}, trace {number}: {where}: {first['msg']}; {expected}") from None
     return lines
 
 
@@ -52,9 +71,11 @@ def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -
     """Compare the titles of a rubric with those of the baseline, and its digest if both are known.
 
     Raises:
-        ConfigError: the baseline was judged by another rubric.
+        ConfigError: the baseline was judged by another rubric, or not at all.
     """
-    if other := sorted(rubric ^ titles(baseline)):
+    if not (known := titles(baseline)):
+        raise ConfigError("--baseline: none of its traces was judged; expected a judgement of the same tasks")
+    if other := sorted(rubric ^ known):
         raise ConfigError(
             f"--baseline: was judged by another rubric (criteria in only one of them: {', '.join(other[:3])}); use the "
             "same --rubric"
@@ -66,6 +87,17 @@ def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -
         )
 
 
+def shared_tasks(tasks: Set[str], baseline: Iterable[Line]) -> Set[str]:
+    """Those of the tasks that are in the baseline. Raises: ConfigError: none is."""
+    shared = {line["task_id"] for line in baseline} & tasks
+    if not shared:
+        raise ConfigError(
+            "--baseline: has no task in common with the traces judged now, or none with a pass share; expected a "
+            "judgement of the same tasks"
+        )
+    return shared
+
+
 def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
     """Pass share of ``lines`` minus that of ``baseline``, over their common tasks, with its 95 % interval.
 
@@ -73,13 +105,11 @@ def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
         ConfigError: they have no common task, or were judged by different rubrics.
     """
     check_rubric(titles(lines), baseline)
-    tasks = [{line["task_id"] for line in side if line["pass_share"] is not None} for side in (lines, baseline)]
-    shared = tasks[0] & tasks[1]
-    one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in (lines, baseline))
-    if one is None or other_ is None:
-        raise ConfigError(
-            "--baseline: has no task in common with the traces judged now; expected a judgement of the same tasks"
-        )
+    graded = [[line for line in side if line["pass_share"] is not None] for side in (lines, baseline)]
+    shared = shared_tasks({line["task_id"] for line in graded[0]}, graded[1])
+    one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in graded)
+    assert one is not None
+    assert other_ is not None
     return rate_difference(one, other_)
 
 

@@ -37,6 +37,8 @@ from draco_ray.traces.results import rubric_digest
 
 BELOW, PARTIAL = 3, 4
 """Exit codes: the pass share is below ``--fail-under`` or the baseline; some traces could not be read or judged."""
+ROUNDING = 1e-9
+"""How far below ``--fail-under`` a pass share may be by rounding."""
 SAY_SECONDS = 15.0
 """Seconds between two progress lines without a terminal."""
 SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
@@ -112,6 +114,8 @@ def run(wanted: JudgeArguments) -> int:
     judge = settled.config.judge.model
     check_effect("--set", wanted.typed, READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
+    if baseline is not None:
+        grade.shared_tasks({group.task_id for group in groups}, baseline)
     for line in _understood(groups, settled):
         console.print(line)
     guessed = estimate(
@@ -412,7 +416,8 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
     console.print(grade.by_criterion(lines))
     console.print(f"pass share {grade.described(share)}")
     below = False
-    if wanted.fail_under is not None and share.mean < wanted.fail_under:
+    # Rounding must not decide whether the mean of 1, 0.4 and 1 reaches 0.8.
+    if wanted.fail_under is not None and share.mean < wanted.fail_under - ROUNDING:
         console.print(f"pass share {share.mean:.1%} is below --fail-under {wanted.fail_under:g}")
         below = True
     if baseline is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ def line(task: str, *verdicts: str) -> dict[str, object]:
     return {
         "task_id": task,
         "pass_share": passes / (passes + fails) if passes + fails else None,
-        "verdicts": [{"title": title, "verdict": name} for title, name in zip(TITLES, verdicts, strict=True)],
+        "verdicts": [{"title": title, "verdict": name} for title, name in zip(TITLES, verdicts, strict=False)],
     }
 
 
@@ -143,6 +144,57 @@ def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        *({"pass_share": share} for share in (math.nan, 2.0, "1", True)),
+        *(
+            {"verdicts": verdicts}
+            for verdicts in (None, "PASS", [{"verdict": "PASS"}], [{"title": "a", "verdict": "?"}])
+        ),
+        {"task_id": 1},
+    ],
+)
+def test_what_no_judgement_writes_is_no_baseline(changed: dict[str, object], tmp_path: Path) -> None:
+    """A comparison with NaN would never be below zero."""
+    file = tmp_path / "judged.jsonl"
+    file.write_text("\n".join(json.dumps(each) for each in (line("a", "PASS"), line("b", "PASS") | changed)))
+    with pytest.raises(ConfigError, match=r"judged\.jsonl, trace 2: .*one judged trace per line"):
+        read_lines(file)
+    for text in ("", json.dumps([line("a", "PASS")]), json.dumps({"reward": 1}), "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="--baseline"):
+            read_lines(file)
+
+
+def test_a_threshold_that_is_reached_is_not_missed_by_rounding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, shares = tmp_path / "judged", {"0": 1.0, "1": 0.4, "2": 1.0}
+    traces = [json.loads(each) for each in (TRACES / "meeting_room.jsonl").read_text().splitlines()[:3]]
+    (tmp_path / "traces.jsonl").write_text(
+        "\n".join(json.dumps(each | {"task_id": str(n)}) for n, each in enumerate(traces))
+    )
+    words = ["judge", str(tmp_path / "traces.jsonl"), "--judge", "rules", "--rubric", "static", "--out", str(out)]
+    with pytest.raises(SystemExit):
+        main(words)
+    for file in (out / "judged").glob("*.json"):
+        group = json.loads(file.read_text(encoding="utf-8"))
+        group["rollouts"][0]["pass_share"] = shares[group["task_id"]]
+        file.write_text(json.dumps(group), encoding="utf-8")
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--fail-under", "0.8"])
+    assert stopped.value.code == 0
+    assert "pass share 80.0%" in capsys.readouterr().out
+    other = tmp_path / "other.jsonl"
+    other.write_text((out / "judged.jsonl").read_text().replace('"task_id": "', '"task_id": "x'))
+    with pytest.raises(SystemExit) as stopped:
+        main([*words[:-1], str(tmp_path / "new"), "--baseline", str(other)])
+    # Before anything is judged.
+    assert (stopped.value.code, (tmp_path / "new").exists()) == (2, False)
+    assert "has no task in common" in capsys.readouterr().err
+
+
 def test_a_baseline_by_criteria_of_other_texts_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rubric, baseline = tmp_path / "rubric.yaml", tmp_path / "baseline"
     words = ["judge", str(TRACES), "--judge", "rules", "--rubric", str(rubric)]
@@ -167,8 +219,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         difference(good, renamed)
     with pytest.raises(ConfigError, match="no task in common"):
         difference(good, [line("b", "PASS", "PASS")])
-    (tmp_path / "judged.jsonl").write_text(json.dumps({"reward": 1}) + "\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="one judged trace per line"):
-        read_lines(tmp_path)
+    with pytest.raises(ConfigError, match="none with a pass share"):
+        difference(good, [line("a", "NOT_APPLICABLE", "NOT_APPLICABLE")])
+    with pytest.raises(ConfigError, match="none of its traces was judged"):
+        difference(good, [{**good[0], "pass_share": None, "verdicts": []}])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_lines(tmp_path / "nowhere.jsonl")

@@ -27,7 +27,7 @@ from draco_ray.lab.analysis.attribution.step_labels import (
 )
 
 
-def trajectory(question: int, human: list[int], final: int = -1) -> dict[str, Any]:
+def trajectory(question: int, human: list[Any], final: int = -1) -> dict[str, Any]:
     return {"q": question, "human": human, "final": final, "call": [True] * (len(human) - 1) + [False]}
 
 
@@ -151,6 +151,19 @@ def test_three_questions_are_too_few_to_split() -> None:
     assert [(row["judge"], row["uniform"]) for row in rows] == [("right", None), ("opposite", None), ("guess", None)]
 
 
+def test_without_a_failed_trajectory_no_reliability_is_recommended() -> None:
+    won = [each | {"final": 1} for each in made_up(4)["trajectories"]]
+    rows = calibration_rows(StepLabelFile.model_validate(made_up(4) | {"trajectories": won}), splits=5).to_pylist()
+    assert [row["reliability"] for row in rows] == [None, None, None]
+
+
+def test_whole_numbers_may_be_written_with_a_point_and_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    given = {"trajectories": [trajectory(0, [1.0, -1.0])], "judges": {"a": [[0.0, None]]}}
+    (tmp_path / "labels.json").write_text(f"\ufeff{json.dumps(given)}", encoding="utf-8")
+    found = read_step_labels(tmp_path / "labels.json")
+    assert (found.trajectories[0].human, found.judges["a"]) == ([1, -1], [[0, None]])
+
+
 def test_the_share_of_a_calibrated_rule_is_the_mix_of_both_shares() -> None:
     quality_M, tokens_M, bad_M = np.array([1.0, 0.5, 0.0]), np.ones(3, dtype=np.int64), np.array([False, True, True])
 
@@ -197,6 +210,10 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
             "judge 'last step': the table has a row of this name",
         ),
         ({"judges": {"a": [[2]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
+        ({"judges": {"a": [[False]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
+        ({"trajectories": [{"q": 0, "human": [True, False], "final": -1}]}, "trajectories.0.human.0: Input should be"),
+        ({"trajectories": [{"q": 0, "human": [1], "final": True}]}, "trajectories.0.final: Input should be -1 or 1"),
+        ("[" * 100_000, "not JSON"),
         ({"trajectories": [{"q": 1, "human": []}]}, "trajectories.0.final: Field required"),
         ({"trajectories": [{"q": 0, "human": [], "final": 1}]}, "a trajectory has no steps"),
         (

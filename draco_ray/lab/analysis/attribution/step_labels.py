@@ -17,10 +17,10 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from draco_ray.algorithm.distributions import student_quantile
 from draco_ray.algorithm.equations import step_advantages, step_quality
@@ -31,7 +31,9 @@ from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verd
 from draco_ray.runs.evaluations import mean_share
 from draco_ray.runs.rows import Row
 
-Label = Literal[-1, 0, 1]
+NO_BOOLEAN = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
+"""Refuses a boolean, which would be read as 0 or 1: false would be neutral."""
+Label = Annotated[Literal[-1, 0, 1], NO_BOOLEAN]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
 TOLERANCE = 0.02
@@ -55,7 +57,7 @@ class LabelledTrajectory(BaseModel):
     q: int | str
     """Question; trajectories of the same question are resampled and split together."""
     human: list[Label]
-    final: Literal[-1, 1]
+    final: Annotated[Literal[-1, 1], NO_BOOLEAN]
     call: list[bool] | None = None
 
     @property
@@ -101,10 +103,10 @@ class Sample:
 def read_step_labels(path: Path) -> StepLabelFile:
     """Read a labels file. Raises: ConfigError, in one line, if it is invalid or a judge's labels do not fit."""
     try:
-        found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
+        found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from None
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"--labels {path}: not JSON: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
@@ -191,8 +193,9 @@ def label_rows(found: StepLabelFile) -> Iterator[Row]:
                 yield about | ({} if share is None else {"value": share.mean, "low": share.low, "high": share.high})
 
 
-def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
-    """Recommended `algorithm.reliability`: 1 - (t s / g)², at least 0; 0 if the gain g is not positive.
+def reliability(gain_N: FloatArray, question_N: IntArray) -> float | None:
+    """Recommended `algorithm.reliability`: 1 - (t s / g)², at least 0; 0 if the gain g is not positive; None without
+    observations.
 
     g is the mean gain of step credit over uniform GRPO, in share of the push on losers' bad steps; s is its standard
     error over questions; t is Student's one-sided 95 % quantile. So a judge is trusted only as far as its gain exceeds
@@ -201,6 +204,8 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
     >>> reliability(np.array([0.2, 0.4, 0.3, 0.3]), np.arange(4)).__round__(2)
     0.9
     """
+    if not len(gain_N):
+        return None
     questions, index_N = np.unique(question_N, return_inverse=True)
     many = len(questions)
     if many < 2 or (gain := float(gain_N.mean())) <= 0.0:
@@ -230,8 +235,6 @@ def citation_reliability(citations: Sequence[Cited]) -> float | None:
     >>> round(found, 2)
     0.63
     """
-    if not citations:
-        return None
     gain_N = np.array([len({*c.cited} & {*c.right}) / len(c.cited) - len(c.right) / c.steps for c in citations])
     return reliability(gain_N, np.unique([repr(c.group) for c in citations], return_inverse=True)[1])
 
@@ -287,7 +290,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
     ]
     uniform_S = np.array([losers.uniform_N[~half_N].mean() for half_N in halves])
     within_S = np.ones(len(halves), dtype=np.bool_)
-    for judge in sorted(trusted, key=lambda name: -trusted[name]):
+    for judge in sorted(trusted, key=lambda name: -(trusted[name] or 0.0)):
         row: Row = {"judge": judge, "reliability": trusted[judge], **error_rates(found, judge)}
         if halves:
             gain_N = gains[judge]
