@@ -25,7 +25,9 @@ from draco_ray.judging.reply import TAG
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Time between two checks for a reply; a reply that has grown since the last check is still being written."""
+"""Time between two checks for a reply."""
+SETTLE_SECONDS = 2.0
+"""Time for which a reply must not have grown: a model's output, redirected into the file, arrives in pieces."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 NAMED = 20
@@ -139,15 +141,17 @@ class FileJudge:
         return (self._directory / RECORDED).exists()
 
     async def _reply(self, name: str) -> str:
-        path, size = self._directory / f"{name}{REPLY}", 0
+        path, size, grown = self._directory / f"{name}{REPLY}", 0, 0.0
         self._waiting.add(name)
         try:
             while True:
-                found = path.stat() if path.exists() else None
-                settled = found is not None and (found.st_size == size or time.time() - found.st_mtime > POLL_SECONDS)
-                if found is not None and found.st_size and settled:
+                found, now = path.stat() if path.exists() else None, time.monotonic()
+                if size != (size_now := found.st_size if found else 0):
+                    size, grown = size_now, now
+                # The file's own time tells that a reply is old, but the clock of a file server may be ahead.
+                old = found is not None and time.time() - found.st_mtime > SETTLE_SECONDS
+                if size and (old or now - grown > SETTLE_SECONDS):
                     return path.read_text(encoding="utf-8")
-                size = found.st_size if found else 0
                 await asyncio.sleep(POLL_SECONDS)
                 self._remind()
         finally:

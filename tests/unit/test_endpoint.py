@@ -269,6 +269,10 @@ async def test_what_nobody_received_is_a_gap_and_a_cut_answer_that_was_delivered
     async with served([call(order="A1"), f"Done.{END}"], closing_turn="gap") as at:
         await play_tools(at)
         assert [turn.is_step for turn in at.trajectory().turns if turn.role == "assistant"] == [True, False]
+    async with served([f"Done.{END}", f"Refunds{END}"], closing_turn="gap") as at:
+        await at.openai.chat.completions.create(model="m", messages=ASK)
+        await at.openai.chat.completions.create(model="m", messages=ASK, metadata={"side_call": "title"})
+        assert at.trajectory().steps == ()
 
 
 async def test_several_calls_of_a_turn_are_one_step() -> None:

@@ -18,6 +18,7 @@ from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable, StoreError
+from draco_ray.judging import file_judge
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import other
@@ -29,7 +30,13 @@ from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
+WAITED = file_judge.SETTLE_SECONDS
 TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_judge, "SETTLE_SECONDS", 0.3)
 
 
 def request(text: str = "Grade this.", *, vote: int = 0, phase: str = "score") -> Request:
@@ -93,6 +100,20 @@ async def test_a_reply_that_is_being_written_is_waited_for(tmp_path: Path) -> No
             file.flush()
             await asyncio.sleep(0.05)
     assert (await waiting).text.split() == [str(part) for part in range(30)]
+
+
+async def test_a_model_may_pause_while_its_output_is_redirected_into_the_reply(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_judge, "SETTLE_SECONDS", WAITED)
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
+    prompts = await written(tmp_path, 1)
+    with prompts[0].with_name(prompts[0].name.replace(PROMPT, REPLY)).open("w") as file:
+        file.write('{"entries": [')
+        file.flush()
+        await asyncio.sleep(1.3)
+        file.write("]}")
+    assert (await waiting).text == '{"entries": []}'
 
 
 async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(

@@ -254,11 +254,13 @@ class Episode:
         own = [turn for turn in self._turns if turn.branch in branches]
         offsets = dict(zip(branches, beginnings(branches), strict=True))
         said = [(at, [_context(message, 0, 0, self._config)]) for at, message in others]
+        # A title may be asked for after the agent's last turn.
+        closing_turn = next((turn for turn in reversed(own) if not turn.side_call), None)
         steps = 0
         for turn in own:
             number, offset = branches.index(turn.branch), offsets[turn.branch]
             opening = [_context(each, number, offset + turn.start, self._config) for each in turn.opening]
-            step = self._is_step(turn, last=turn is own[-1])
+            step = self._is_step(turn, last=turn is closing_turn)
             if step:
                 turn.branch.steps[turn.start : turn.end] = [steps] * len(turn.ids)
                 steps += 1
