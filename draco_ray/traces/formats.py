@@ -38,6 +38,8 @@ class Reading:
     """Locations of the records of a session; empty for a record that is read by itself."""
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
     """(location, error): called for an unreadable record of a session; the other records are still read."""
+    may_be_silent: bool = False
+    """Whether all turns of an agent may be empty. In a file this means that the turns were not understood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +154,8 @@ def build(
     """
     if not any(entry.role == AGENT for entry in said):
         raise BadTrace("the trace has no turn of an agent (role assistant)")
-    if not any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT):
+    spoke = any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT)
+    if not spoke and not reading.may_be_silent:
         raise BadTrace("all turns of the agent are empty, because no part of them could be read")
     prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
     # If the last turn is a message of the agent, the agent has finished.

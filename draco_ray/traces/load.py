@@ -348,10 +348,13 @@ def place_of(trace: Trace) -> int:
 def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
     """`load_traces` for records in memory, in any known format.
 
+    A trainer's policy may end at once: an agent that said nothing is judged like any other.
+
     Raises:
         TraceError: no record is a trace.
     """
-    loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
+    reading = Reading(group_by=None if group_by == NO_GROUPS else group_by, may_be_silent=True)
+    loader = _Loader(reading, None, alone=group_by == NO_GROUPS)
     for number, record in enumerate(records, 1):
         where = f"{RECORD} {number}"
         known = recognised(record)

@@ -2,7 +2,7 @@
 
 Every model call is a span with the conversation so far and the model's answer. A trace is assembled from the spans with
 the same ``gen_ai.conversation.id`` (or else trace id): the new part of each span's input, then its output. Spans below
-an ``invoke_agent`` span other than the first belong to a sub-agent.
+an ``invoke_agent`` span other than the first belong to a sub-agent, unless it took over the conversation (a handoff).
 
 =======================  ===========================================================================================
 convention               location of the messages
@@ -333,9 +333,16 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
         )
     by_id = {span["id"]: span for span in of_trace}
     main = _agent(calls[0][0], by_id)
-    own = [
-        call if _agent(span, by_id) == main else _of_sub_agent(call, _agent(span, by_id), by_id) for span, call in calls
-    ]
+    agents, said = {main}, calls[0][1].outputs
+    own: list[ModelCall] = []
+    for span, call in calls:
+        agent = _agent(span, by_id)
+        if _around(agent, by_id) == _around(main, by_id) and continues(said, call.inputs):
+            # A handoff: an agent beside the first continues its conversation.
+            agents.add(agent)
+        if agent in agents:
+            said = call.inputs + call.outputs
+        own.append(call if agent in agents else _of_sub_agent(call, agent, by_id))
     return build(
         _with_results(main_conversation(own), of_trace),
         _record(of_trace),
@@ -403,6 +410,11 @@ def _kind(span: Span) -> str:
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
     """The id of the nearest ``invoke_agent`` span above a call; empty if there is none."""
     return next((str(each["id"]) for each in _above(span, by_id) if _kind(each) in AGENT_SPANS), "")
+
+
+def _around(agent: str, by_id: Mapping[str, Span]) -> str:
+    """The id of the agent that started an agent; empty if there is none."""
+    return _agent(by_id[agent], by_id) if agent in by_id else ""
 
 
 def _above(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:

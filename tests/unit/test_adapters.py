@@ -99,6 +99,15 @@ def test_a_reward_function_as_trl_calls_it() -> None:
     assert plain.advantages([1.0, -1.0], np.array([MASK, MASK]))[0].tolist() == MASK
 
 
+def test_a_policy_that_says_nothing_is_judged_and_pushed_away_from() -> None:
+    """Without a reward, TRL would give it 0, which is more than a bad answer has."""
+    credit = StepCredit("canned", complete=Canned())
+    assert credit(prompts=[ASK] * 3, completions=["It is DL9.", "", "It is UA1."])[:2] == [1.0, -1.0]
+    mask = np.array([[1, 1], [1, 0], [1, 1]])
+    assert credit.advantages([1.0, -1.0, 0.0], mask)[1].tolist() == [-1.0, 0.0]
+    assert credit(prompts=[ASK] * 2, completions=["", ""]) == [-1.0, -1.0]
+
+
 def test_an_assistants_messages_in_the_prompt_are_not_the_policys() -> None:
     prompt = [{"role": "user", "content": "Hello."}, *said("DL9")[:2], {"role": "user", "content": ASK}]
     for whole in (False, True):

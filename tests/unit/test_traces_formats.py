@@ -1311,6 +1311,24 @@ def test_spans_without_a_conversations_name_belong_to_that_of_their_trace(tmp_pa
         assert observed == ["one: free", "two: free"][: len(spans) // 3]
 
 
+@pytest.mark.parametrize(("above", "last"), [(0, ("assistant", True)), (1, ("sub-agent", False))])
+def test_an_agent_that_takes_over_the_conversation_is_no_sub_agent(
+    above: int, last: tuple[str, bool], tmp_path: Path
+) -> None:
+    """In a handoff the second agent's span is beside that of the first; a sub-agent's is below it."""
+    later = [OTEL_USER, OTEL_CALL, OTEL_RESULT, OTEL_LAST, OTEL_USER]
+    spans = [
+        span(1, 0, "invoke_agent"),
+        span(2, 1, "chat", input_messages=[OTEL_USER], output_messages=[OTEL_CALL]),
+        span(3, above, "invoke_agent"),
+        span(4, 3, "chat", input_messages=[OTEL_USER, OTEL_CALL, OTEL_RESULT], output_messages=[OTEL_LAST]),
+        span(5, 1, "chat", input_messages=later, output_messages=[OTEL_CALL]),
+    ]
+    turns = read(tmp_path, [{"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}])[0].traces[0].turns
+    said = [(turn.role, turn.is_step) for turn in turns if turn.role != "user"]
+    assert [*said[:2], said[-1]] == [("assistant", True), last, ("assistant", True)]
+
+
 def test_an_agents_span_alone_holds_its_conversation(tmp_path: Path) -> None:
     said = [OTEL_CALL, OTEL_RESULT, OTEL_LAST]
     spans = [span(1, 0, "invoke_agent", input_messages=[OTEL_USER], output_messages=said)]
