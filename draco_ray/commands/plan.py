@@ -35,15 +35,13 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import console, counted
-from draco_ray.training.sizes import address_of, context_problems, with_checkpointing
+from draco_ray.training.sizes import PROCESSES_BYTES, address_of, context_problems, with_checkpointing
 
 MOMENTS = {
     "forward": "during the LM head's forward pass",
     "backward": "during a layer's backward pass",
     "update": "during the optimizer update",
 }
-PROCESSES_BYTES = 5 * GIB
-"""Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
 MOST_TOKENS = 1 << 24
 """Largest micro-batch, in tokens, of the search for one that fits."""
 MOST_WORKERS = 64

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 GIB = 1 << 30
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+OWN_GROUPS = Path("/proc/self/cgroup")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 """Flags of /proc/cpuinfo on x86 and ARM; CPUs without them emulate bfloat16, which is slower than float32."""
 
@@ -16,23 +18,43 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 def cores() -> int:
     """Number of cores available to this process and its container."""
     found = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        found = min(found, max(1, quota // period))
+    limits = [text.split() for text in _limits("cpu", "cpu.max")]
+    first = zip(_limits("cpu", "cpu.cfs_quota_us"), _limits("cpu", "cpu.cfs_period_us"), strict=True)
+    for quota, period in (*limits, *first):
+        if quota.isdigit():
+            found = min(found, max(1, int(quota) // int(period)))
     return found
 
 
 def memory_bytes() -> int:
     """Memory of the machine or, if smaller, of this container."""
-    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    with suppress(OSError, ValueError):
-        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return min(found)
+    limits = (*_limits("memory", "memory.max"), *_limits("memory", "memory.limit_in_bytes"))
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([found, *(int(limit) for limit in limits if limit.isdigit())])
+
+
+def _limits(controller: str, name: str) -> list[str]:
+    """Contents of a file of this process's control group and of all groups above it, in version 1 or 2 of cgroups.
+
+    Numbers are limits, other texts such as ``max`` and ``-1`` are none.
+    """
+    found = []
+    with suppress(OSError):
+        for line in OWN_GROUPS.read_text(encoding="utf-8").splitlines():
+            _, controllers, group = line.split(":", 2)
+            if controllers and controller not in controllers.split(","):
+                continue
+            root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
+            # A container may see only the upper end of its path, or only its own group.
+            own = root / group.lstrip("/")
+            files = (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
+            found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
+    return found
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA or AMD GPU."""
-    return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+    """Whether there is an NVIDIA or AMD GPU; a container may have another NVIDIA GPU than the first."""
+    return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def has_bfloat16() -> bool:

@@ -163,7 +163,7 @@ def model_positions(path: str, config_file: Path | None = None) -> int | None:
             return None
     if not isinstance(config, dict):
         return None
-    text = config.get("text_config", config)
+    text = config.get("text_config") or config
     positions, rope = text.get("max_position_embeddings"), text.get("rope_scaling") or text.get("rope_parameters") or {}
     if not isinstance(positions, int):
         return None

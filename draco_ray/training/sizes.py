@@ -13,6 +13,9 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_config import language_config
 from draco_ray.judging.judge_context import context_problem
 
+PROCESSES_BYTES = 5 << 30
+"""Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
+
 
 def address_of(config: DracoConfig) -> str | None:
     """Return the address of the cluster to join; None: this process starts Ray itself."""
@@ -45,9 +48,11 @@ def with_checkpointing(config: DracoConfig) -> DracoConfig:
 
 
 def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: at most half of the memory that is free now.
+    """Whether a learner on the CPU has memory for all activations.
 
-    The size is estimated from ``config.json`` for a dense decoder; False if the file lacks the needed sizes.
+    They may take half of the memory that is free now, and a third of what the machine has beyond a run's processes,
+    because weights and caches take the rest. The size is estimated from ``config.json`` for a dense decoder; False if
+    the file lacks the needed sizes.
     """
     learner, agent = config.learner, config.agent
     if learner.gpus_per_worker > 0:
@@ -64,4 +69,4 @@ def keeps_activations(config: DracoConfig) -> bool:
         return False
     tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
     needed = learner.workers * tokens * elements * (2 if config.model.dtype == "bfloat16" else 4)
-    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2
+    return needed <= min(psutil.virtual_memory().available / 2, (memory_bytes() - PROCESSES_BYTES) / 3)

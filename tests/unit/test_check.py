@@ -15,6 +15,7 @@ from draco_ray.commands.new import new_environment
 from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
+from draco_ray.training import sizes
 from draco_ray.training.checks import Start, check_machine, machine_resources
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
@@ -210,6 +211,53 @@ def test_a_new_environment_asks_for_no_more_than_the_machine_has(
         check_machine(Start(load_config(source, [f"engine.cpus_per_engine={count}"]), Console(quiet=True)))
 
 
+@pytest.mark.parametrize(
+    ("own", "files", "cores", "gib"),
+    [
+        ("0::/", {"cpu.max": "250000 100000", "memory.max": f"{3 << 30}"}, 2, 3),
+        # A group within a limited one, as under systemd or Slurm.
+        ("0::/job/step", {"job/cpu.max": "100000 100000", "job/step/cpu.max": "max 100000", "memory.max": "max"}, 1, 8),
+        ("0::/a", {"memory.max": f"{4 << 30}", "a/memory.max": f"{2 << 30}"}, 4, 2),
+        (
+            "4:memory:/job\n1:cpu,cpuacct:/job\n0::/",
+            {
+                "memory/job/memory.limit_in_bytes": f"{1 << 30}",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "cpu/job/cpu.cfs_quota_us": "300000",
+                "cpu/job/cpu.cfs_period_us": "100000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+            3,
+            1,
+        ),
+        # A container that sees only its own group.
+        ("4:memory:/docker/0123", {"memory/memory.limit_in_bytes": f"{2 << 30}"}, 4, 2),
+        ("0::/../../other", {}, 4, 8),
+        (None, {}, 4, 8),
+    ],
+)
+def test_limits_of_control_groups_count(
+    own: str | None,
+    files: dict[str, str],
+    cores: int,
+    gib: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in files.items():
+        file = tmp_path / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    if own is not None:
+        (tmp_path / "own").write_text(own + "\n")
+    monkeypatch.setattr(machine, "CONTROL_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 21}[name])
+    assert (machine.cores(), machine.memory_bytes()) == (cores, gib << 30)
+
+
 def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert machine.thread_environment(2.5) == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -217,13 +265,16 @@ def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.thread_environment(0.5) == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE"}
 
 
-def test_activations_are_kept_where_memory_allows_it(tmp_path: Path) -> None:
+def test_activations_are_kept_where_memory_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_tiny_model(tmp_path / "model")
     for tokens, checkpointing in ((4096, False), (10**12, True)):
         config = load_config("cpu", [f"model.path={model}", f"learner.micro_batch_tokens={tokens}"])
         assert checked_model(config).learner.gradient_checkpointing is checkpointing
     config = load_config("cpu", [f"model.path={model}", "learner.gpus_per_worker=1"])
     assert checked_model(config).learner.gradient_checkpointing is True
+    # A run's processes leave no memory for activations here, even if it is free now.
+    monkeypatch.setattr(sizes, "memory_bytes", lambda: sizes.PROCESSES_BYTES)
+    assert checked_model(load_config("cpu", [f"model.path={model}"])).learner.gradient_checkpointing is True
 
 
 def test_names_that_only_vllm_knows_are_found(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:

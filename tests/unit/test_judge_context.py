@@ -161,6 +161,7 @@ def test_a_static_rubric_needs_no_union() -> None:
         ({"max_position_embeddings": 1000, "rope_scaling": {"rope_type": "yarn", "factor": 1.5559}}, 1555),
         ({"max_position_embeddings": 4096, "rope_scaling": {"rope_type": "yarn"}}, 4096),
         ({"max_position_embeddings": "4096"}, None),
+        ({"max_position_embeddings": 4096, "text_config": None}, 4096),
         ({}, None),
         ([], None),
     ],
