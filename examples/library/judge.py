@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
-_CALL = re.compile(r'"name": "(\w+)", "arguments": \{[^}]*?: "([^"]*)"')
-_LOAN = re.compile(r"^(.+): (overdue|on time), (\d+) holds$", re.MULTILINE)
+# The results of several calls are numbered.
+_LOAN = re.compile(r"^(?:\(\d+\) list_loans: )?(.+): (overdue|on time), (\d+) holds$", re.MULTILINE)
 _FINE = re.compile(r"unpaid fine ([\d.]+) dollars")
 _WANTS_BOOKS = re.compile(r"\b(renew|keep|extend|longer|weeks)\b", re.IGNORECASE)
 _WANTS_FINE = re.compile(r"\b(fine|charge|owe)\b", re.IGNORECASE)
@@ -20,11 +22,28 @@ ACTS = ("renew", "waive_fine", "refuse")
 
 
 def _calls(step: Step) -> list[tuple[str, str]]:
-    return _CALL.findall(step.code)
+    """Name and first argument of each call, however its JSON is written."""
+    found: list[tuple[str, str]] = []
+    at = step.code.find("{")
+    while at >= 0:
+        try:
+            call, at = json.JSONDecoder().raw_decode(step.code, at)
+        except (ValueError, RecursionError):
+            call, at = {}, at + 1
+        if isinstance(call.get("arguments"), dict):
+            found.append((str(call.get("name")), str(next(iter(call["arguments"].values()), ""))))
+        at = step.code.find("{", at)
+    return found
 
 
 def _steps_with(steps: Sequence[Step], *names: str) -> list[int]:
     return [step.number for step in steps if any(name in names for name, _ in _calls(step))]
+
+
+def _shown(steps: Sequence[Step], tool: str, pattern: re.Pattern[str]) -> list[tuple[int, Any]]:
+    """Step and match of everything that a tool has shown; an error may repeat what the policy wrote."""
+    looks = [step for step in steps if step.number in _steps_with([step], tool) and "error:" not in (step.output or "")]
+    return [(step.number, match) for step in looks for match in pattern.findall(step.output or "")]
 
 
 def _verdict(passed: bool) -> Verdict:
@@ -61,13 +80,13 @@ def _part(
 
 def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """The loan that was asked for is renewed if the list shows it on time and without holds; no other loan is."""
-    outputs = "\n".join(step.output or "" for step in steps)
-    loans = {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(outputs)}
+    shown = _shown(steps, "list_loans", _LOAN)
+    loans = {book: state == "on time" and holds == "0" for _, (book, state, holds) in shown}
     may = {book for book, allowed in loans.items() if allowed and book in task}
     renewed = [(step.number, about) for step in steps for name, about in _calls(step) if name == "renew"]
     return _part(
         asked=bool(_WANTS_BOOKS.search(task)),
-        looks=[step.number for step in steps if _LOAN.search(step.output or "")],
+        looks=[number for number, _ in shown],
         right=[number for number, book in renewed if book in may],
         wrong=[number for number, book in renewed if book not in may],
         missing=not may <= {book for _, book in renewed},
@@ -77,14 +96,13 @@ def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, S
 
 def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """A fine that was asked about is waived if the member's page shows that it is small enough; no other is."""
-    outputs = "\n".join(step.output or "" for step in steps)
-    fines = [float(fine) for fine in _FINE.findall(outputs)]
+    fines = _shown(steps, "show_member", _FINE)
     asked = bool(_WANTS_FINE.search(task))
-    may = asked and any(fine <= LARGEST_FINE for fine in fines)
+    may = asked and any(float(fine) <= LARGEST_FINE for _, fine in fines)
     waived = _steps_with(steps, "waive_fine")
     return _part(
         asked=asked,
-        looks=[step.number for step in steps if _FINE.search(step.output or "")],
+        looks=[number for number, _ in fines],
         right=waived,
         wrong=[] if may else waived,
         missing=may and not waived,
@@ -94,11 +112,10 @@ def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, S
 
 def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """Refuse is called if something asked for was looked up and is against the rules, and only then."""
-    outputs = "\n".join(step.output or "" for step in steps)
-    loans, fines = _LOAN.findall(outputs), _FINE.findall(outputs)
-    blocked = any(book in task and (state == "overdue" or holds != "0") for book, state, holds in loans)
+    loans, fines = _shown(steps, "list_loans", _LOAN), _shown(steps, "show_member", _FINE)
+    blocked = any(book in task and (state == "overdue" or holds != "0") for _, (book, state, holds) in loans)
     if _WANTS_FINE.search(task):
-        blocked |= any(float(fine) > LARGEST_FINE for fine in fines)
+        blocked |= any(float(fine) > LARGEST_FINE for _, fine in fines)
     refused = _steps_with(steps, "refuse")
     if not blocked and not refused:
         return Verdict.NOT_APPLICABLE, []
