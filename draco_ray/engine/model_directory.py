@@ -15,14 +15,13 @@ from draco_ray.errors import ConfigError, EngineError
 TEMPLATES = Path(__file__).with_name("templates")
 """Folder of this package's chat templates, for `model.chat_template`."""
 
-PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Current and earlier name of the class in transformers for tokenizers with only a tokenizer.json."""
-
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
-    """Load a tokenizer as `transformers.AutoTokenizer` does, optionally with another chat template.
+    """Load a tokenizer, optionally with another chat template.
 
-    Plain tokenizers are loaded without AutoTokenizer, because it imports PyTorch, which takes seconds and 350 MiB.
+    A tokenizer.json is loaded as it is. AutoTokenizer would rebuild it from its vocabulary if the class named in
+    tokenizer_config.json has a fixed form: under LlamaTokenizerFast, which models with byte-level tokenizers name too,
+    texts would lose their spaces. It also imports PyTorch, which takes seconds and 350 MiB.
 
     Args:
         path: a model directory, or a name on the model hub.
@@ -58,9 +57,14 @@ def chat_template_text(value: str) -> str:
 
 def _load(path: str) -> Any:
     try:
-        file = Path(path) / "tokenizer_config.json"
-        described = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if described.get("tokenizer_class") in PLAIN and "auto_map" not in described:
+        from transformers.utils import cached_file
+
+        settings, whole = (
+            cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+            for name in ("tokenizer_config.json", "tokenizer.json")
+        )
+        described = json.loads(Path(settings).read_text(encoding="utf-8")) if settings else {}
+        if whole is not None and "auto_map" not in described:
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast.from_pretrained(path)

@@ -106,6 +106,17 @@ def test_a_tokenizer_that_cannot_be_read(model: Path, content: str) -> None:
         load_tokenizer(str(model))
 
 
+@pytest.mark.parametrize("name", ["LlamaTokenizerFast", "GemmaTokenizerFast"])
+def test_a_tokenizer_is_read_as_its_file_says_whatever_class_is_named(model: Path, name: str) -> None:
+    text = "Hello,  world:\n e"
+    before = load_tokenizer(str(model))(text)["input_ids"]
+    rewrite(model / "tokenizer_config.json", tokenizer_class=name)
+    rewrite(model / "config.json", model_type="llama")
+    tokenizer = load_tokenizer(str(model))
+    assert tokenizer(text)["input_ids"] == before
+    assert tokenizer.decode(before) == text
+
+
 def test_no_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     assert "no tokenizer found; expected one of tokenizer.json" in problem(model)
