@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import AddedToken, Tokenizer
 
 from draco_ray.errors import ConfigError
@@ -25,6 +24,9 @@ from draco_ray.records import TOOLS, Message
 
 END_OF_CALL = "<|eom_id|>"
 """Llama's token for the end of a turn with a call."""
+_PIECES = re.compile(r"<[^<>\s]+>|.", re.DOTALL)
+UNREADABLE = "unknown"
+"""Name of a call that cannot be parsed, for templates that repeat names in results."""
 
 
 class ChatTokens:
@@ -66,7 +68,7 @@ class ChatTokens:
         self._end_of_call: str | None = None
         said = f"turn{self._nonce}"
         ask, turn = {"role": "user", "content": "-"}, {"role": "assistant", "content": said}
-        rest = self._render_checked([ask, turn, ask]).rpartition(said)[2]
+        rest = self._render([ask, turn, ask]).rpartition(said)[2]
         end = self._control_pattern.search(rest)
         if end is None or rest[: end.start()].strip():
             raise ConfigError(
@@ -111,17 +113,19 @@ class ChatTokens:
             sampled: the turn's token ids, exactly as sampled.
             output: the tool's output, already truncated.
         """
-        return self.after_messages(sampled, False, [{"role": "user", "content": output}])
+        return self.after_messages(sampled, (), [{"role": "user", "content": output}])
 
-    def after_calls(self, sampled: list[int], results: Sequence[str]) -> list[int]:
+    def after_calls(self, sampled: list[int], calls: Sequence[str], results: Sequence[str]) -> list[int]:
         """Tokens after a turn with calls: its end token if it was truncated, a tool message per result, and the
         beginning of the next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
+            calls: names of the called functions; empty: the call cannot be parsed.
             results: of the calls, in order, already truncated.
         """
-        return self.after_messages(sampled, True, [{"role": "tool", "content": result} for result in results])
+        told = [{"role": "tool", "content": result} for result in results]
+        return self.after_messages(sampled, calls or [UNREADABLE], told)
 
     def conversation(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
         """Token ids of a conversation in OpenAI's format and of the beginning of the next turn.
@@ -136,28 +140,33 @@ class ChatTokens:
         if tools:
             self.written_call()
         told = self._hide_all(_numbered(chat), hidden)
-        return self._encode(self._render_checked(told, self._hide_all(list(tools), hidden)), hidden)
+        return self._encode(self._render(told, self._hide_all(list(tools), hidden)), hidden)
 
-    def after_messages(self, sampled: list[int], called: bool, chat: Sequence[Mapping[str, Any]]) -> list[int]:
+    def after_messages(self, sampled: list[int], calls: Sequence[str], chat: Sequence[Mapping[str, Any]]) -> list[int]:
         """Tokens after a sampled turn: its end token if it was truncated, messages in OpenAI's format, and the
         beginning of the next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
-            called: whether it called tools.
-            chat: the messages after it.
+            calls: names of the functions that it called.
+            chat: the messages after it, with the results of the calls in order.
 
         Raises: ConfigError: the template refuses these messages.
         """
         hidden: list[str] = []
         mark = f"turn{self._nonce}"
-        turn = self._call_turn(mark) if called else {"role": "assistant", "content": mark}
-        before = [{"role": "user", "content": "-"}, turn]
-        told = self._hide_all(list(chat), hidden)
-        identity = {"name": self._name, "tool_call_id": "call00001"}
-        rendered = self._render_checked(
-            [*before, *(each | identity if each["role"] == "tool" else each for each in told)]
-        )
+        names = [self._hide(name, hidden) for name in calls]
+        told = _with_names(self._hide_all(list(chat), hidden), names)
+        ask = {"role": "user", "content": "-"}
+        before = [ask, self._call_turn(mark, names) if names else {"role": "assistant", "content": mark}]
+        try:
+            rendered = self._render([*before, *told])
+        except ConfigError:
+            if len(names) < 2:
+                raise
+            # Llama's template refuses turns with several calls, but policies write them.
+            before = [ask, self._call_turn(mark, names[:1])]
+            rendered = self._render([*before, *told])
         # The call's arguments are followed by the text that closes the call, which was sampled, then the turn's end.
         end = self._find_end(rendered, before, mark)
         if end is None:
@@ -168,13 +177,13 @@ class ChatTokens:
         ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
         return glue[1:] if sampled and sampled[-1] in ends else glue
 
-    def _check_late(self, chat: list[dict[str, Any]], mark: str, told: list[Mapping[str, Any]]) -> None:
+    def _check_late(self, chat: list[dict[str, Any]], mark: str, told: Sequence[Mapping[str, Any]]) -> None:
         """Raise ConfigError if the template drops a message after the turn with ``mark`` or moves it to the prompt, as
         some do with late system messages.
         """
         said = f"late{self._nonce}"
         for role in {each["role"] for each in told} - {"user", "tool", "assistant"}:
-            rendered = self._render_checked([*chat, {"role": role, "content": said}])
+            rendered = self._render([*chat, {"role": role, "content": said}])
             if said not in rendered.rpartition(mark)[2]:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} does not support a message of role "
@@ -196,21 +205,10 @@ class ChatTokens:
         alone = self._render(chat, opened=False).rpartition(mark)[2]
         return self._control_pattern.match(rendered, start + _alike(alone, rendered[start:]))
 
-    def _render_checked(
-        self, chat: list[Any], tools: list[Any] | None = None, *, opened: bool = True, what: str = "these messages"
-    ) -> str:
-        try:
-            return self._render(chat, tools, opened=opened)
-        except (TemplateError, TypeError, ArithmeticError) as error:
-            raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} rejects {what}: {' '.join(str(error).split())}"
-            ) from error
-
-    def _call_turn(self, mark: str) -> dict[str, Any]:
-        """A turn that calls the function `_name` with the argument ``mark``."""
-        function = {"name": self._name, "arguments": {"x": mark}}
-        call = {"id": "call00001", "type": "function", "function": function}
-        return {"role": "assistant", "content": "", "tool_calls": [call]}
+    def _call_turn(self, mark: str, names: Sequence[str]) -> dict[str, Any]:
+        """A turn that calls functions of these names, each with the argument ``mark``."""
+        calls = [{"type": "function", "function": {"name": name, "arguments": {"x": mark}}} for name in names]
+        return _numbered([{"role": "assistant", "content": "", "tool_calls": calls}])[0]
 
     def written_call(self) -> str:
         """How the template writes a call of a function ``NAME``, up to the value of its argument.
@@ -219,13 +217,15 @@ class ChatTokens:
         """
         if self._call is None:
             ask: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
-            mark, content = f"argument{self._nonce}", f"content{self._nonce}"
-            chat = [*ask, self._call_turn(mark)]
-            result = {"role": "tool", "content": "", "tool_call_id": "call00001", "name": self._name}
-            rendered = self._render_checked([*chat, result], what="tool results")
+            mark, content, result = (f"{part}{self._nonce}" for part in ("argument", "content", "result"))
+            chat = [*ask, self._call_turn(mark, [self._name])]
+            told = _with_names([{"role": "tool", "content": result}], [self._name])
+            rendered = self._render([*chat, *told], what="tool results")
             head, found, _ = rendered.rpartition(mark)
             end = self._find_end(rendered, chat, mark) if found else None
-            if self._name not in self._render(ask, tools=[_function(self._name)]) or end is None:
+            shown = self._name in self._render(ask, tools=[_function(self._name)])
+            # The result must follow the turn's end, because everything up to there is sampled.
+            if not shown or end is None or result not in rendered[end.end() :]:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} does not support tools (`tools=`, calls "
                     "and role `tool`); use a model that was trained to call tools, or set model.chat_template, e.g. to "
@@ -267,13 +267,13 @@ class ChatTokens:
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _lead(self) -> str:
-        """White space before the content of a turn in the template, which the policy samples."""
+        """What the template writes before the content of a turn, which the policy samples; without reasoning."""
         said = f"content{self._nonce}"
         ask = {"role": "user", "content": "-"}
         opened = self._render([ask])
         before = self._render([ask, {"role": "assistant", "content": said}]).partition(said)[0]
         lead = before.removeprefix(opened)
-        return lead if lead.isspace() and before.startswith(opened) else ""
+        return lead if before.startswith(opened) and "<think>" not in lead else ""
 
     def _calls_as_text(self, calls: list[Any], content: str) -> str:
         """Calls after ``content`` as written by the template, up to the token that ends the turn."""
@@ -282,8 +282,8 @@ class ChatTokens:
         said = f"content{self._nonce}"
         turn = {"role": "assistant", "content": said, "tool_calls": calls}
         opened, what = not self._ends_by_role, f"{len(calls)} calls in a turn"
-        rendered = self._render_checked([ask, turn], opened=opened, what=what)
-        bare = self._render_checked([ask, {**turn, "content": ""}], opened=opened, what=what)
+        rendered = self._render([ask, turn], opened=opened, what=what)
+        bare = self._render([ask, {**turn, "content": ""}], opened=opened, what=what)
         if not content and bare.startswith(beginning := self._render([ask])):
             after = bare.removeprefix(beginning)
         elif said in rendered:
@@ -292,24 +292,36 @@ class ChatTokens:
             after = after if content.strip() else after.lstrip()
         else:
             # The template has no place for content and calls in one turn.
-            after = _beyond(rendered, self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
+            after = _beyond(rendered, self._render([ask, {"role": "assistant", "content": said}]).partition(said)[0])
+            if content and not self._control_pattern.match(after):
+                after = f"\n{after.lstrip()}"
         if self._ends_by_role:
             return after + str(self._end_of_call)
         end = self._ends_turn.search(after)
         assert end is not None, "written_call has seen it"
         return after[: end.end()]
 
-    def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None, *, opened: bool = True) -> str:
-        """A conversation as text; ``opened``: including the beginning of the next turn."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat,
-                tools=tools or None,
-                tokenize=False,
-                add_generation_prompt=opened,
-                enable_thinking=self._thinking,
+    def _render(
+        self, chat: list[Any], tools: list[Any] | None = None, *, opened: bool = True, what: str = "these messages"
+    ) -> str:
+        """A conversation as text; ``opened``: including the beginning of the next turn.
+
+        Raises: ConfigError: the template rejects ``what``.
+        """
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    chat,
+                    tools=tools or None,
+                    tokenize=False,
+                    add_generation_prompt=opened,
+                    enable_thinking=self._thinking,
+                )
             )
-        )
+        except Exception as error:  # A template may raise anything, e.g. what a method of a text raises.
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path!r} rejects {what}: {' '.join(str(error).split())}"
+            ) from error
 
     def _hide_all(self, value: Any, hidden: list[str]) -> Any:
         """Apply `_hide` to every text of a JSON value, including keys."""
@@ -339,7 +351,7 @@ class ChatTokens:
     def _encode_turn(self, text: str, hidden: list[str]) -> list[int]:
         """Token ids of a turn's text, which follows the template's beginning of a turn."""
         opened = self._render([{"role": "user", "content": "-"}])
-        tail = opened[[match.start() for match in self._control_pattern.finditer(opened)][-1] :]
+        tail = opened[max((match.start() for match in self._control_pattern.finditer(opened)), default=0) :]
         before, whole = self._encode(tail, []), self._encode(tail + text, hidden)
         # If the tokenizer merges characters across the beginning of the turn, tokenize the text separately.
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
@@ -354,10 +366,10 @@ class ChatTokens:
             {"role": "assistant", "content": "-"},
             {"role": "user", "content": " Yes.\n"},
         ]
-        rendered = self._render_checked(chat)
+        rendered = self._render(chat)
         probe = rendered + "".join(f" {token} b\n" for token in self.tokenizer.get_added_vocab())
         theirs = self.tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]
-        glue = self.after_messages([], False, chat[2:])
+        glue = self.after_messages([], (), chat[2:])
         if theirs != self._encode(probe, []) or glue != self._encode(rendered, [])[-len(glue) :]:
             raise ConfigError(
                 f"tokenizer {self.tokenizer.name_or_path!r}: draco-ray tokenizes its chat template differently than "
@@ -388,18 +400,37 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _beyond(text: str, other: str) -> str:
-    """The rest of ``text`` after the prefix that it shares with ``other``.
+    """The rest of ``text`` after the prefix that it shares with ``other``; marks in angle brackets are not divided.
 
-    >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] ")
-    '[TOOL_CALLS]'
+    >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] "), _beyond("a<tool_call>", "a<think>")
+    ('[TOOL_CALLS]', '<tool_call>')
     """
-    return text[_alike(text, other) :]
+    pairs = zip(_PIECES.findall(text), _PIECES.findall(other), strict=False)
+    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return text[sum(len(piece) for piece, _ in alike) :]
 
 
 def _alike(text: str, other: str) -> int:
     """Length of the common prefix."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     return sum(1 for _ in alike)
+
+
+def _with_names(chat: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages in which each tool result has the name of its function and the id of `_numbered`'s call.
+
+    >>> _with_names([{"role": "tool"}], ["add"])
+    [{'role': 'tool', 'name': 'add', 'tool_call_id': 'call00001'}]
+    """
+    numbers, told = itertools.count(), []
+    for message in chat:
+        message = dict(message)
+        if message["role"] == "tool":
+            number = next(numbers)
+            message["name"] = names[number] if number < len(names) else UNREADABLE
+            message["tool_call_id"] = f"call{number + 1:05}"
+        told.append(message)
+    return told
 
 
 def _numbered(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -115,6 +115,7 @@ class TokenConversation:
         self._tokens = TokenSequence()
         self._tokens.add(prompt)
         self._turn: Sample | None = None
+        self._calls: list[str] = []
         self._thinking = policy.chat.opens_thinking
         self._spans: list[tuple[int, int]] = []
         self._policy_version: int | None = None
@@ -133,6 +134,7 @@ class TokenConversation:
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
         use = None if cut or self._tools is None else await self._policy.read_calls(text, self._tools)
+        self._calls = [] if use is None else [call.name for call in use.calls]
         return PolicyTurn(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
     def keep(self, step: int) -> tuple[int, int]:
@@ -149,7 +151,7 @@ class TokenConversation:
     def answer(self, results: Sequence[str]) -> bool:
         """See `Conversation`."""
         assert self._turn is not None
-        return self._append(self._chat.after_calls(self._turn.token_ids, results))
+        return self._append(self._chat.after_calls(self._turn.token_ids, self._calls, results))
 
     def _append(self, glue: list[int]) -> bool:
         if self._response_length + len(glue) >= self._config.max_response_length:

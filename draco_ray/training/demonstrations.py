@@ -215,8 +215,9 @@ def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
             turn, glue = chat.turn(message), []
             if index < len(turns) - 1:
                 said = [{"role": each["role"], "content": str(each.get("content") or "")} for each in answers]
+                names = [call["function"]["name"] for call in message.get("tool_calls") or ()]
                 # The text after a turn begins with its end token, which in some templates depends on the next message.
-                end, *glue = chat.after_messages([], bool(message.get("tool_calls")), said)
+                end, *glue = chat.after_messages([], names, said)
                 turn[-1] = end
             ids = ids + turn + glue
             sampled = sampled + [_learned(message)] * len(turn) + [False] * len(glue)

@@ -52,6 +52,16 @@ QWEN3 = (
     )
 )
 """The same, with reasoning that the policy opens itself."""
+QWEN3_LAST = QWEN3.replace(
+    "+ '' + message.content",
+    "+ ('<think>\\n\\n</think>\\n\\n' if loop.last and not message.tool_calls else '') + message.content",
+)
+"""The same; a last turn without calls begins with empty reasoning, as in the template of Qwen3's models."""
+NAMED = QWEN25.replace(
+    "+ message.content + '\\n</tool_r",
+    "+ message.name + ' ' + message.tool_call_id + ': ' + message.content + '\\n</tool_r",
+)
+"""Results repeat the name and id of their call. The form of Hermes 2 Pro and others."""
 QWEN35 = (
     _QWEN.replace("THOUGHT", "'<think>\\n\\n</think>\\n\\n'")
     .replace("CALL{{", _XML_CALL + "{{")
@@ -114,6 +124,8 @@ MISTRAL_ARGS = (
 TEMPLATES = {
     "qwen2.5": QWEN25,
     "qwen3": QWEN3,
+    "qwen3 last": QWEN3_LAST,
+    "named": NAMED,
     "qwen3.5": QWEN35,
     "llama": LLAMA,
     "mistral": MISTRAL,

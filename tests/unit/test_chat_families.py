@@ -202,8 +202,8 @@ def test_a_turn_that_ends_for_another_role_is_not_ended_by_it() -> None:
     chat = ChatTokens(tokenizer, thinking=False)
     user, results = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     for end, left_out in ((results, 1), (user, 0)):
-        glue = chat.after_calls([5, end], ["x"])
-        assert glue == chat.after_calls([5], ["x"])[left_out:]
+        glue = chat.after_calls([5, end], ["find"], ["x"])
+        assert glue == chat.after_calls([5], ["find"], ["x"])[left_out:]
     assert chat.text([5, results]) == chat.text([5])
 
 
@@ -219,8 +219,79 @@ def test_a_late_system_message_that_the_template_would_lose_or_move_is_refused(t
     chat = ChatTokens(made(byte_level(), template, ROLES), thinking=False)
     messages = [{"role": "user", "content": "b"}, {"role": "system", "content": "No refunds."}]
     with pytest.raises(ConfigError, match="does not support a message of role 'system' after a turn"):
-        chat.after_messages([5], False, messages)
-    assert chat.after_messages([5], False, messages[:1]) == chat.after_turn([5], "b")
+        chat.after_messages([5], (), messages)
+    assert chat.after_messages([5], (), messages[:1]) == chat.after_turn([5], "b")
+
+
+SINGLE = (
+    "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls|length != 1 %}"
+    "{{ raise_exception('one call at a time') }}{% endif %}<|assistant|>"
+    '{"name": "{{ m.tool_calls[0].function.name }}", "parameters": {{ m.tool_calls[0].function.arguments|tojson }}}'
+    "<|end|>{% else %}<|{{ m.role }}|>{% if loop.first and tools %}{{ tools|tojson }}{% endif %}"
+    "{% if m.role == 'tool' %}{{ m.name }}: {% endif %}{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Llama 3.1's form: a turn has exactly one call, and no text beside it."""
+
+
+def test_results_name_their_calls_even_if_the_template_has_one_call_in_a_turn() -> None:
+    tokenizer = made(byte_level(), SINGLE, (*ROLES, "<|tool|>"))
+    chat = ChatTokens(tokenizer, thinking=False)
+    glue = tokenizer.decode(chat.after_calls([5], ["find", "<|end|>"], ["a", "b"]))
+    assert glue == "<|end|><|tool|>find: a<|end|><|tool|><|end|>: b<|end|><|assistant|>"
+    assert chat.after_calls([5], ["find", "<|end|>"], ["a", "b"]).count(chat.end_of_turn_id) == 3
+    message = {"role": "assistant", "content": "I look.", "tool_calls": CALLS[:1]}
+    said = '\n{"name": "find", "parameters": {"x": "a"}}<|end|>'
+    assert tokenizer.decode(chat.turn(message)) == f"I look.{said}"
+
+
+WITHIN = SINGLE.replace("}}}<|end|>", "}}}").replace(
+    "<|{{ m.role }}|>", "{% if m.role != 'tool' %}<|{{ m.role }}|>{% endif %}"
+)
+
+
+def test_results_within_the_turn_of_their_call_are_refused() -> None:
+    """What comes before a turn's end is sampled, so the policy would be taken to write the results itself."""
+    chat = ChatTokens(made(byte_level(), WITHIN, ROLES), thinking=False)
+    with pytest.raises(ConfigError, match="does not support tools"):
+        check_calls(chat, None)
+
+
+RESPONSE = (
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<|response|>{% endif %}{{ m.content }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Command R's form: a turn begins with a mark that the policy samples."""
+UNMARKED = (
+    "{% for m in messages %}{{ 'ASSISTANT: ' if m.role == 'assistant' else 'USER: ' }}{{ m.content }}"
+    "{{ '<|end|>' if m.role == 'assistant' else ' ' }}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+"""Vicuna's form: nothing before the first turn is a control token."""
+
+
+@pytest.mark.parametrize("template", [RESPONSE, UNMARKED])
+def test_a_turn_begins_as_the_template_begins_it(template: str) -> None:
+    tokenizer = made(byte_level(), template, (*ROLES, "<|response|>"))
+    chat = ChatTokens(tokenizer, thinking=False)
+    messages = [
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "z"},
+        {"role": "assistant", "content": "y"},
+    ]
+    opening = (Message(role="user", content="Hi"),)
+    sample = as_sample(Demonstration(name="d", opening=opening, rest=tuple(messages)), chat)
+    whole = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}, *messages], tokenize=True, return_dict=False
+    )
+    assert sample.token_ids_T.tolist() == whole
+
+
+@pytest.mark.parametrize(
+    "said", ["{{ messages[0].content.index('zz') }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
+)
+def test_whatever_a_template_raises_is_one_line(said: str) -> None:
+    with pytest.raises(ConfigError, match=r"rejects these messages: \w[^\n]*$"):
+        ChatTokens(made(byte_level(), said + CHATML, ("<|im_start|>", "<|im_end|>")), thinking=False)
 
 
 def test_a_chat_template_can_be_a_shipped_one_a_file_or_its_text(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ async def test_whatever_the_template_the_next_prompt_reads_as_rendered_anew(name
     asked = [{"role": "user", "content": "a"}, turn, {"role": "user", "content": "b <|im_end|> <|eot_id|>"}]
     sampled = chat.turn(turn)
     assert chat.text(sampled) == (" Hm." if "mistral" in name else "Hm.")
-    grown = [*chat.conversation(asked[:1], []), *sampled, *chat.after_messages(sampled, False, asked[2:])]
+    grown = [*chat.conversation(asked[:1], []), *sampled, *chat.after_messages(sampled, (), asked[2:])]
     anew = chat.conversation(asked, [])
     thought = "<think>\n\n</think>\n\n"
     assert tokenizer.decode(grown).replace(thought, "") == tokenizer.decode(anew).replace(thought, "")

@@ -321,7 +321,8 @@ class Episode:
             if turn is None:
                 tokens = self._chat.conversation(request.messages, json.loads(request.tools))
                 return _Branch(tools=request.tools, session=request.session), tokens
-            glue = self._chat.after_messages(turn.ids, turn.called, request.messages[turn.message_count :])
+            calls = [call.name for call in turn.use.calls] if turn.use is not None else []
+            glue = self._chat.after_messages(turn.ids, calls, request.messages[turn.message_count :])
         except ConfigError as error:
             raise Refused(str(error), code="chat_template") from error
         branch = turn.branch
