@@ -114,7 +114,8 @@ class Judging:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
             checked, self._loop = self._meter.checked, loop
-            self._meter = open_judge(replace(self._plan, config=config))
+            # A cheaper conversation may still be judged after one that the budget refuses.
+            self._meter = open_judge(replace(self._plan, config=config), final=False)
             self._meter.checked = checked
             self._answers = asyncio.ensure_future(check_judges(self._plan, self._meter))
         await self._answers
