@@ -36,7 +36,7 @@ def configure(model: Path) -> DracoConfig:
     )
 
 
-def client(url: str, key: str) -> httpx.Client:
+def client(url: str, key: str | None) -> httpx.Client:
     return httpx.Client(base_url=url.partition("/v1")[0], headers={"Authorization": f"Bearer {key}"}, timeout=None)
 
 

@@ -167,13 +167,13 @@ def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
     with ScriptedJudgeServer(answer=canned_judge.answer) as server:
         asked: list[int] = []
         for generation in (1, 2):
-            credit = StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)
+            credit = StepCredit(config=config, api_base=server.base, budget=0.115, out=tmp_path)
             assert credit(prompts, completions) == [1.0, -1.0]
             asked.append(len(server.requests))
             assert (tmp_path / f"{generation:05d}" / "judged.jsonl").exists()
         assert asked[1] - asked[0] == asked[0] - 8, "the second process asks for the start-up check alone"
         with pytest.raises(BudgetSpent):
-            StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)(
+            StepCredit(config=config, api_base=server.base, budget=0.115, out=tmp_path)(
                 [ASK + "!"] * 2, [said("UA1"), said("DL9")]
             )
 

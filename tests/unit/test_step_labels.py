@@ -106,7 +106,10 @@ def test_reliability_is_zero_unless_the_gain_stands_out() -> None:
     noise_N = np.where(question_N % 2, 0.3, -0.3)
     assert reliability(noise_N + 0.05, question_N) == 0.0
     assert reliability(noise_N - 1.0, question_N) == 0.0
-    assert 0.0 < reliability(noise_N + 0.2, question_N) < reliability(noise_N + 0.4, question_N) < 1.0
+    little, more = (reliability(noise_N + gain, question_N) for gain in (0.2, 0.4))
+    assert little is not None
+    assert more is not None
+    assert 0.0 < little < more < 1.0
     assert reliability(np.full(20, 0.1), question_N) == pytest.approx(1.0)
     # Many trajectories of one question are one piece of evidence.
     assert reliability(np.full(20, 0.1), np.zeros(20, dtype=np.int64)) == 0.0

@@ -332,7 +332,7 @@ def test_an_edited_file_of_the_judge_is_a_changed_configuration(
     assert resumed(allow_changed=False) == ["run: continues after step 0"]
 
 
-def file_of(key: str, folder: Path) -> tuple[Path, Callable[[], None]]:
+def file_of(key: str, folder: Path) -> tuple[Path, Callable[[], object]]:
     """A file for the key, and what edits it."""
     path = folder / "file"
     if key == "judge.prompts":
