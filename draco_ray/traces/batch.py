@@ -241,6 +241,9 @@ class BatchEndpoint(Endpoint):
             except Exception:  # A failed poll does not mean that the batch failed.
                 failures += 1
                 if failures >= self._config.max_attempts:
+                    # Its requests will be settled as failed, so whoever waits for it again needs new leases.
+                    self._batches[batch] = dict.fromkeys(self._batches[batch], "")
+                    self._write(read_batches(self._file) | {batch: self._batches[batch]})
                     raise
             if results is not None:
                 self._unsettled[batch] = set(filter(None, self._batches.pop(batch, {}).values()))
@@ -258,7 +261,10 @@ class BatchEndpoint(Endpoint):
 
 
 def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
-    """Recorded batches: id -> id of a request -> number of its lease, empty in files of earlier versions."""
+    """Recorded batches: id -> id of a request -> number of its lease.
+
+    Empty if that is settled, because the batch could not be asked about, and in files of earlier versions.
+    """
     if file is None or not file.is_file():
         return {}
     known = json.loads(file.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
 from draco_ray.commands.judge import _settle_unanswered
@@ -16,6 +17,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
 from draco_ray.judging.limiter import Leases, Limiter, WaitingLine
+from draco_ray.judging.outage import Outage
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.records import Message
 from draco_ray.traces import batch, library
@@ -184,6 +186,23 @@ async def test_replies_that_were_read_and_not_stored_are_read_again(
             await killed(asyncio.ensure_future(client(server, "openai", tmp_path)(asked("one"))), reached.is_set)
         assert (await client(server, "openai", tmp_path)(asked("one"))).text == "re: one"
         assert len(server.batches) == 1
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+
+
+async def test_a_batch_that_could_not_be_asked_about_is_waited_for_again(tmp_path: Path) -> None:
+    async def away(batch: str) -> None:
+        raise httpx.ConnectError("away")
+
+    with BatchServer(lambda prompt: f"re: {prompt}") as server:
+        patience = Outage(max_seconds=0.5, max_backoff_seconds=0.05)
+        first = client(server, "openai", tmp_path, WaitingLine(Limiter(JudgeLimits(), outage=patience)))
+        first._endpoint._api.results = away  # type: ignore[method-assign]
+        with pytest.raises(JudgeUnavailable, match="judge.max_outage_seconds=0.5"):
+            await first(asked("one"))
+        second = client(server, "openai", tmp_path)
+        assert (await second(asked("one"))).text == "re: one"
+        assert len(server.batches) == 1
+    assert read_book(tmp_path).dollars == pytest.approx(0.01)
     assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
