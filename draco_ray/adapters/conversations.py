@@ -109,8 +109,8 @@ class Judging:
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._spent += self._meter.limiter.spent
             config, budget = self._plan.config, self._plan.config.judge.limits.dollars
-            # With ``out`` the reply cache records what was spent, also by earlier processes.
-            if budget is not None and self._out is None:
+            # A reply cache, which ``out`` has, records what was spent, also by earlier processes.
+            if budget is not None and config.judge.cache is None:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
             checked, self._loop = self._meter.checked, loop

@@ -158,6 +158,17 @@ def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: p
         assert len(server.requests) < 20
 
 
+def test_with_a_cache_of_replies_what_was_spent_counts_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    judge = {"model": "openai/m", "prices": {"m": {"input": 0.0, "output": 100.0}}, "max_tokens": 1000}
+    with ScriptedJudgeServer(answer=canned_judge.answer) as server:
+        config = {"judge": {**judge, "cache": str(tmp_path)}}
+        credit = StepCredit(config=config, api_base=server.base, budget=0.12)
+        assert credit([ASK, ASK], [said("DL9"), said("UA1")]) == [1.0, -1.0]
+        # As above, 0.009 is spent and 0.108 is needed: there is room for it once.
+        assert credit([f"{ASK}!"] * 2, [said("UA1"), said("DL9")]) == [-1.0, 1.0]
+
+
 def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
