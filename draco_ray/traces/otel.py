@@ -337,8 +337,8 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
     own: list[ModelCall] = []
     for span, call in calls:
         agent = _agent(span, by_id)
-        if _around(agent, by_id) == _around(main, by_id) and continues(said, call.inputs):
-            # A handoff: an agent beside the first continues its conversation.
+        if agent and _around(agent, by_id) == _around(main, by_id) and continues(said, call.inputs):
+            # A handoff: an agent beside the first continues its conversation. (A call of no agent may ask for a title.)
             agents.add(agent)
         if agent in agents:
             said = call.inputs + call.outputs
@@ -413,8 +413,9 @@ def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
 
 
 def _around(agent: str, by_id: Mapping[str, Span]) -> str:
-    """The id of the agent that started an agent; empty if there is none."""
-    return _agent(by_id[agent], by_id) if agent in by_id else ""
+    """The id of the agent or tool that started an agent; empty if there is none."""
+    above = _above(by_id[agent], by_id) if agent else ()
+    return next((str(each["id"]) for each in above if _kind(each) in AGENT_SPANS or _is_tool(each)), "")
 
 
 def _above(span: Span, by_id: Mapping[str, Span]) -> Iterator[Span]:

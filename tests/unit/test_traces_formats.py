@@ -1329,6 +1329,21 @@ def test_an_agent_that_takes_over_the_conversation_is_no_sub_agent(
     assert [*said[:2], said[-1]] == [("assistant", True), last, ("assistant", True)]
 
 
+@pytest.mark.parametrize("between", ["invoke_agent", "execute_tool"])
+def test_no_agent_takes_over_in_a_call_outside_all_agents_or_below_a_tool(between: str, tmp_path: Path) -> None:
+    """A title is asked for outside the agent's span; a tool's agent may be given the conversation."""
+    title = {"role": "user", "parts": [{"type": "text", "content": "Now a title."}]}
+    first, second = (1, 0) if between == "invoke_agent" else (0, 3)
+    spans = [
+        span(1, 0, between),
+        span(2, first, "chat", input_messages=[OTEL_USER], output_messages=[OTEL_CALL]),
+        span(3, 1, "invoke_agent"),
+        span(4, second, "chat", input_messages=[OTEL_USER, OTEL_CALL, title], output_messages=[OTEL_LAST]),
+    ]
+    turns = read(tmp_path, [{"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}])[0].traces[0].turns
+    assert [turn.role for turn in turns] == ["assistant", "sub-agent"]
+
+
 def test_an_agents_span_alone_holds_its_conversation(tmp_path: Path) -> None:
     said = [OTEL_CALL, OTEL_RESULT, OTEL_LAST]
     spans = [span(1, 0, "invoke_agent", input_messages=[OTEL_USER], output_messages=said)]
