@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory, Turn
 from draco_ray.traces.conversation import CODE
-from draco_ray.traces.entry import UNREADABLE, BadTrace, NoTask, kind
+from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, NoTask, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
 from draco_ray.traces.formats import Format, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
@@ -171,6 +171,9 @@ class _Loader:
             unreadable=lambda where, problem: self.unreadable(where, problem, format_),
         )
         for trace in format_.read(record, reading):
+            silent = reading.may_be_silent and not any(turn.text for turn in trace.turns if turn.role == AGENT)
+            if silent and format_.metered and (lost := unread(record, [trace], format_.repeated)):
+                raise BadTrace(f"all turns of the agent are empty, and its {lost[0]} was not understood")
             self.add(trace)
             traces.append(trace)
         if format_.metered:

@@ -106,6 +106,9 @@ def test_a_policy_that_says_nothing_is_judged_and_pushed_away_from() -> None:
     mask = np.array([[1, 1], [1, 0], [1, 1]])
     assert credit.advantages([1.0, -1.0, 0.0], mask)[1].tolist() == [-1.0, 0.0]
     assert credit(prompts=[ASK] * 2, completions=["", ""]) == [-1.0, -1.0]
+    # It spoke, but in a way that nobody reads.
+    other = [{"role": "assistant", "content": [{"type": "text", "txt": "It is DL9, the cheapest flight to Boston."}]}]
+    assert credit(prompts=[ASK] * 2, completions=["It is DL9.", other]) == [1.0, None]
 
 
 def test_an_assistants_messages_in_the_prompt_are_not_the_policys() -> None:
