@@ -28,10 +28,13 @@ def _calls(step: Step) -> list[tuple[str, str]]:
     while at >= 0:
         try:
             call, at = json.JSONDecoder().raw_decode(step.code, at)
+            given = call.get("arguments")
+            # Arguments may be JSON within a JSON string.
+            given = json.loads(given) if isinstance(given, str) else given
         except (ValueError, RecursionError):
-            call, at = {}, at + 1
-        if isinstance(call.get("arguments"), dict):
-            found.append((str(call.get("name")), str(next(iter(call["arguments"].values()), ""))))
+            call, given, at = {}, None, at + 1
+        if isinstance(given, dict):
+            found.append((str(call.get("name")), str(next(iter(given.values()), ""))))
         at = step.code.find("{", at)
     return found
 
@@ -86,7 +89,7 @@ def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, S
     renewed = [(step.number, about) for step in steps for name, about in _calls(step) if name == "renew"]
     return _part(
         asked=bool(_WANTS_BOOKS.search(task)),
-        looks=[number for number, _ in shown],
+        looks=sorted({number for number, _ in shown}),
         right=[number for number, book in renewed if book in may],
         wrong=[number for number, book in renewed if book not in may],
         missing=not may <= {book for _, book in renewed},
@@ -102,7 +105,7 @@ def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, S
     waived = _steps_with(steps, "waive_fine")
     return _part(
         asked=asked,
-        looks=[number for number, _ in fines],
+        looks=sorted({number for number, _ in fines}),
         right=waived,
         wrong=[] if may else waived,
         missing=may and not waived,

@@ -96,6 +96,7 @@ FORMS = {
     "compact": lambda call: json.dumps(call, separators=(",", ":")),
     "swapped": lambda call: json.dumps({"arguments": call["arguments"], "name": call["name"]}),
     "lines": lambda call: json.dumps(call, indent=2),
+    "text": lambda call: json.dumps({"name": call["name"], "arguments": json.dumps(call["arguments"])}),
 }
 
 
@@ -134,6 +135,8 @@ def test_calls_are_read_however_they_are_written(example: Any, form: str, togeth
         steps = played(tools, task, [calls] if together else [[call] for call in calls], form)
         assert all(tools.evaluate(task, tools.end_state()).values())
         assert failed(judge, task, steps) == set()
+        cited = [getattr(judge, check)(task["instruction"], steps)[1] for check in CHECKS[1:3]]
+        assert all(len(set(numbers)) == len(numbers) for numbers in cited)
         # A call that nobody asked for is seen in every form, too.
         extra = ("waive_fine", card) if task["asked"]["renew"] else ("renew", {"book": task["loans"][0]["book"]})
         assert failed(judge, task, played(tools, task, [*([call] for call in calls), [extra]], form))
