@@ -68,7 +68,12 @@ class ChatTokens:
         self._end_of_call: str | None = None
         said = f"turn{self._nonce}"
         ask, turn = {"role": "user", "content": "-"}, {"role": "assistant", "content": said}
-        rest = self._render([ask, turn, ask]).rpartition(said)[2]
+        _, found, rest = self._render([ask, turn, ask]).rpartition(said)
+        if not found:
+            raise ConfigError(
+                f"the chat template of {tokenizer.name_or_path!r} leaves out a turn's text; expected one that writes "
+                "contents that are strings"
+            )
         end = self._control_pattern.search(rest)
         if end is None or rest[: end.start()].strip():
             raise ConfigError(

@@ -294,6 +294,13 @@ def test_whatever_a_template_raises_is_one_line(said: str) -> None:
         ChatTokens(made(byte_level(), said + CHATML, ("<|im_start|>", "<|im_end|>")), thinking=False)
 
 
+def test_a_template_that_leaves_out_texts_is_refused() -> None:
+    parts = "{% for m in messages %}<|im_start|>{% for part in m.content if part.type == 'text' %}{{ part.text }}"
+    parts += "{% endfor %}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigError, match="leaves out a turn's text"):
+        ChatTokens(made(byte_level(), parts, ("<|im_start|>", "<|im_end|>")), thinking=False)
+
+
 def test_a_chat_template_can_be_a_shipped_one_a_file_or_its_text(tmp_path: Path) -> None:
     made(byte_level(), CHATML, ("<|im_start|>", "<|im_end|>")).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"does not support tools .* or set model\.chat_template"):
