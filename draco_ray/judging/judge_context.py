@@ -42,7 +42,7 @@ class JudgeContext:
     instructions: int
     """The template, and twice the agent's prompt."""
     rollouts: int
-    """All rollouts; the last output of each may exceed its maximum response length."""
+    """Tokens of a group's rollouts; the last output of each may exceed its maximum response length."""
     criteria: int
     reply: int
     """``judge.max_tokens``, and the unusable replies that are quoted when the judge is asked again."""

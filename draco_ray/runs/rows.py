@@ -269,7 +269,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
 
 
 def _turn(row: Row) -> Turn:
-    # Read this from the row, not by the present rule: in a run of an earlier version a message may be a gap.
+    # Read this from the row: in runs recorded by an earlier version, under another rule, a message may be a gap.
     return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 

@@ -62,7 +62,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
             thread, length = answered[call.follows]
             inputs = [entry for entry in inputs if entry.role != "system" or entry not in thread.entries]
             if length < len(thread.entries):
-                # Another call has followed the same one.
+                # Two calls continue the same response: the second starts a thread of its own.
                 thread = Thread(entries=thread.entries[:length])
         else:
             keys = {None, *(_key(entry) for entry in inputs if entry.role == AGENT)}
@@ -71,7 +71,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
             (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
             repeats = bool(thread.entries) and thread.entries[-1].role == AGENT and new == len(inputs)
             if repeats and call.system != calls[thread.calls[0]].system:
-                # Another instruction about the last answer, such as to suggest questions, does not continue it.
+                # A call with other instructions about the last answer, e.g. to suggest questions, is a side call.
                 new, thread = 0, Thread(side_call=True)
             inputs = inputs[new:]
         if not thread.calls:

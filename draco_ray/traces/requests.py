@@ -120,7 +120,7 @@ def _is_dialogue(value: Any) -> bool:
     return is_messages(value) and any(
         str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
         for each in value
-        # Choices are an answer.
+        # Elements of `choices` belong to a response.
         if isinstance(each, Mapping) and not isinstance(each.get("message"), Mapping)
     )
 

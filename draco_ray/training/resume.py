@@ -322,7 +322,7 @@ def _moved_aside(folder: Path) -> str:
 
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
-    """Table parts of an unfinished step that were not written whole. Raises: DamagedRun: one cannot be read."""
+    """Truncated table parts of an unfinished step. Raises: DamagedRun: the disk does not let one be read."""
     for table in STEP_TABLES:
         for path in run.parts(table, step):
             # A file that the disk or its permissions withhold may be whole, so it must not be deleted.

@@ -81,7 +81,7 @@ class StepLabelFile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """N trajectories with both bad and other steps: each one's question, and its push under every judge."""
+    """N trajectories with both bad and other steps: their questions, and their bad steps' share of the push."""
 
     question_N: IntArray
     """Index of each trajectory's question."""
