@@ -101,9 +101,9 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from draco_ray.extras import naming_extras
+    from draco_ray.extras import explain_missing_extras
 
-    with naming_extras():
+    with explain_missing_extras():
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value

@@ -18,9 +18,9 @@ from typer.main import get_command
 from draco_ray import __version__
 from draco_ray.commands.groups import evaluation, runs, standins, traces, training
 from draco_ray.errors import ConfigError, DracoError, StoreError
-from draco_ray.extras import naming_extras
-from draco_ray.interruption import ended_as_interrupted
-from draco_ray.registry import find, installed
+from draco_ray.extras import explain_missing_extras
+from draco_ray.interruption import sigterm_as_interrupt
+from draco_ray.registry import find_component, installed
 
 
 class _Commands(TyperGroup):
@@ -43,7 +43,7 @@ class _Commands(TyperGroup):
 
 def _of_package(name: str) -> Any:
     """The command that an installed package registers. Raises: ConfigError: it cannot be loaded."""
-    part, own = find("commands", name, {}), typer.Typer(add_completion=False)
+    part, own = find_component("commands", name, {}), typer.Typer(add_completion=False)
     # With a callback, Typer makes a group even of one command.
     own.callback()(lambda: None)
     try:
@@ -75,9 +75,9 @@ def _typed(words: Sequence[str]) -> list[str]:
 
 def _line(error: DracoError) -> str:
     """The error in one line, even if its message contains line breaks or control characters."""
-    from draco_ray.terminal import plain
+    from draco_ray.terminal import escape_control
 
-    return f"draco: {plain(' '.join(str(error).splitlines()))}"
+    return f"draco: {escape_control(' '.join(str(error).splitlines()))}"
 
 
 app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             # An ASCII or Latin-1 terminal shows question marks for other characters.
             stream.reconfigure(errors="replace")
     try:
-        with naming_extras(), ended_as_interrupted():
+        with explain_missing_extras(), sigterm_as_interrupt():
             _commands()(_typed(sys.argv[1:] if arguments is None else arguments), prog_name="draco")
     except DracoError as error:
         print(_line(error), file=sys.stderr)

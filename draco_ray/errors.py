@@ -80,7 +80,7 @@ class EngineError(DracoError):
     """The policy engine cannot load a model or an adapter."""
 
 
-class EngineAway(DracoError):
+class EngineNotReady(DracoError):
     """The policy engine's process does not serve yet."""
 
 

@@ -24,7 +24,7 @@ INSTALL = {
 
 
 @contextmanager
-def naming_extras() -> Iterator[None]:
+def explain_missing_extras() -> Iterator[None]:
     """Turn a failed import of an extra's package into one line that names the extra.
 
     Raises: MissingExtra; other failed imports are not changed.
@@ -38,7 +38,7 @@ def naming_extras() -> Iterator[None]:
         raise MissingExtra(f"{package} is not installed. Install it with: {INSTALL[package]}") from error
 
 
-def need(package: str) -> None:
+def require_package(package: str) -> None:
     """Raise ModuleNotFoundError if the package is not installed, without importing it."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)

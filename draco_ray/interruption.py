@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def ended_as_interrupted(said: str = "") -> Iterator[None]:
+def sigterm_as_interrupt(said: str = "") -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does; main thread only.
 
     ``said`` is written at once, before any cleanup: the sender may follow with SIGKILL (`ray job stop` after three

@@ -33,12 +33,12 @@ from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores
 from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Credit, Phase, Proposals, Rubric, Score, Stage1, Stage2, Union, Verdicts
-from draco_ray.observability.logs import working_on
+from draco_ray.observability.logs import set_log_context
 from draco_ray.records import Judged, Message
 from draco_ray.rollout.finished import FinishedRollout
-from draco_ray.runs.rows import Carried
+from draco_ray.runs.rows import CarriedRubric
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
-from draco_ray.workers.local import Reference, resolved
+from draco_ray.workers.local import Reference, resolve
 from draco_ray.workers.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Pipeline:
     """A reference to the fixed rubric as a `Judged`, if there is one."""
     held_out: HeldOutJudge | None = None
     """Scores some rollouts for comparison."""
-    carried: dict[str, Carried] = field(default_factory=dict)
+    carried: dict[str, CarriedRubric] = field(default_factory=dict)
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
     least: int = 2
@@ -116,7 +116,7 @@ class Pipeline:
             return await self._run(group)
 
     async def _run(self, group: Group) -> Reference | None:
-        working_on(group.name)
+        set_log_context(group.name)
         existing = self._existing(group)
         if not isinstance(existing, asyncio.Task):
             return await self._played(group, existing)
@@ -147,7 +147,7 @@ class Pipeline:
 
     def _existing(self, group: Group) -> asyncio.Task[Judgement] | Judged[Rubric] | None:
         """The criteria that proposals extend: stage1's or the rubric carried over; None if there are no proposals."""
-        carried = self.carried.get(group.task_id, Carried())
+        carried = self.carried.get(group.task_id, CarriedRubric())
         if not self._dynamic or carried.visits >= (self.config.rubric_visits or math.inf):
             return None
         if carried.rubric:
@@ -162,7 +162,7 @@ class Pipeline:
         self, group: Group, rollout: int, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> tuple[FinishedRollout, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
-        working_on(group.name, rollout)
+        set_log_context(group.name, rollout)
         with self.wait("rollout", f"{group.name}/{rollout}"):
             played = await self.rollouts.run(
                 group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
@@ -273,7 +273,7 @@ class Pipeline:
 
     async def _extended(self, carried: Any, added: Judgement) -> Judged[Rubric]:
         """The rubric carried over, with the added criteria, if any."""
-        return Judged(value=(*carried.value, *((await resolved(added.judged)).value or ())))
+        return Judged(value=(*carried.value, *((await resolve(added.judged)).value or ())))
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> Reference:
         """The settings without a rubric: the environment's evaluator, or random rewards."""
@@ -314,9 +314,9 @@ class Pipeline:
         samples, advantages, step_tokens, summary = result
         with self.wait("advantages", group.name):
             group.advantage = await summary
-        if self.config.rubric_visits is not None and self._dynamic and (value := (await resolved(rubric)).value):
-            visits = self.carried.get(group.task_id, Carried()).visits + 1
-            self.carried[group.task_id] = Carried(visits=visits, rubric=value)
+        if self.config.rubric_visits is not None and self._dynamic and (value := (await resolve(rubric)).value):
+            visits = self.carried.get(group.task_id, CarriedRubric()).visits + 1
+            self.carried[group.task_id] = CarriedRubric(visits=visits, rubric=value)
         self.keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
         self.watch(group)
         return samples

@@ -6,6 +6,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
-def beside_the_driver() -> NodeAffinitySchedulingStrategy:
+def driver_node_affinity() -> NodeAffinitySchedulingStrategy:
     """Place an actor on the driver's node, which exists as long as the run; an autoscaler may remove other nodes."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -311,7 +311,7 @@ class Attribution:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paid:
+class OriginalCost:
     """The cost of a reply when it was made, stored with the reply in the cache."""
 
     call_id: str
@@ -356,7 +356,7 @@ class JudgeCall:
     """Part of ``dollars`` that is an upper bound, for requests without a reported usage."""
     waited_seconds: float = 0.0
     """Part of ``seconds`` spent waiting for the rate limiter."""
-    paid: Paid | None = None
+    paid: OriginalCost | None = None
     """For a reply from the durable cache: its original cost."""
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from draco_ray.errors import ConfigError
 
 
-def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
+def find_component(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     """The part called ``name``.
 
     Args:

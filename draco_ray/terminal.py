@@ -14,7 +14,7 @@ _ORDERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202
 line separators, and lone surrogates."""
 
 
-def plain(text: str) -> str:
+def escape_control(text: str) -> str:
     r"""``text`` with control characters escaped, e.g. ``\x1b``."""
     return _ORDERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
@@ -28,7 +28,7 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Make a text printable; called for every text, also in the cells of tables."""
-        return super().render_str(plain(text), **options)
+        return super().render_str(escape_control(text), **options)
 
 
 console = PlainConsole(width=None if sys.stdout and sys.stdout.isatty() else 140)

@@ -33,11 +33,11 @@ from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import (
     MOST_K,
     Seeds,
-    compared_measures,
+    comparison_measures,
     differences,
     holm,
     lost_rollouts,
-    rate,
+    pass_k_measure,
     turns_played,
 )
 
@@ -66,7 +66,9 @@ def percent(interval: Interval, sign: str = "") -> str:
 def row(name: str, seeds: Seeds, runs_per_task: int, cost: str) -> str:
     """One line of the table of results."""
     ks = range(1, min(runs_per_task, MOST_K) + 1)
-    rates = [rate(seeds, runs_per_task, k, scenarios=True, whole=whole) for whole in (False, True) for k in ks]
+    rates = [
+        pass_k_measure(seeds, runs_per_task, k, scenarios=True, whole=whole) for whole in (False, True) for k in ks
+    ]
     played = turns_played(seeds)
     lost = f"{lost_rollouts(seeds)} of {sum(len(part) for seed in seeds for part in seed)}"
     mean_turns = f"{fmean(played):.1f}" if played else "-"
@@ -81,7 +83,7 @@ def print_differences(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_
     for name in others:
         if both := chosen[first].keys() & chosen[name].keys():
             pair = {each: {seed: chosen[each][seed] for seed in sorted(both)} for each in (name, first)}
-            one, other = (compared_measures(seeds, runs_per_task) for seeds in evaluated(runs, pair).values())
+            one, other = (comparison_measures(seeds, runs_per_task) for seeds in evaluated(runs, pair).values())
             found[name] = len(both), differences(one, other)
     if not found:
         return
@@ -147,7 +149,7 @@ def print_curves(runs: Runs, runs_per_task: int) -> list[list[str | int | float]
             if not here:
                 cells.append("-")
                 continue
-            tgc = rate([[each.evaluations[step]] for each in here], runs_per_task, scenarios=True).interval()
+            tgc = pass_k_measure([[each.evaluations[step]] for each in here], runs_per_task, scenarios=True).interval()
             dollars = sum(each.spent[step].dollars for each in here) / len(here)
             rows.append([name, step, len(here), tgc.mean, tgc.low, tgc.high, dollars])
             cells.append(percent(tgc))

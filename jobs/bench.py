@@ -21,7 +21,7 @@ import typer
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import make_environment
-from draco_ray.lab.evaluation.measures import difference, rate
+from draco_ray.lab.evaluation.measures import difference, pass_k_measure
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 
@@ -74,7 +74,7 @@ def learning(root: Path, seeds: int) -> None:
             f"{scenario_goal_completion(after):.1%} | {seconds:.0f} | {memory} GiB |",
             flush=True,
         )
-    gain, _ = difference(*(rate(seeds, RUNS_PER_TASK, scenarios=True) for seeds in (lasts, firsts)))
+    gain, _ = difference(*(pass_k_measure(seeds, RUNS_PER_TASK, scenarios=True) for seeds in (lasts, firsts)))
     over = "seeds and scenarios" if seeds > 1 else "scenarios of one seed"
     print(
         f"\nmean of {seeds} seeds: {100 * gain.mean:+.1f} points, 95 % interval over {over} "

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from draco_ray.algorithm.drift import compared, drift, fall
+from draco_ray.algorithm.drift import drift, held_out_sample, pass_rate_fall
 from draco_ray.algorithm.equations import group_advantages_G, rubric_rewards, surviving_criteria
 
 TASKS, GROUPS, ROLLOUTS, EASY, HARD = 90, 16, 6, 3, 3
@@ -143,7 +143,7 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
             logit_TW += 0.3 * push_W
             logit_TW[task] += 0.7 * push_W
             if rng.random() < share:
-                first, middle = compared(reward_G)
+                first, middle = held_out_sample(reward_G)
                 calls += len(first) + (middle is not None)
                 for each, how in enumerate(HELD_OUT.values()):
                     share_G = held_out_share(rng, deserved_WK[way_G], draw_GK, **how)
@@ -151,7 +151,7 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
                     if middle is not None:
                         pairs[each][-1].append((float(share_G[first[0]]), float(share_G[middle])))
         for each in range(len(HELD_OUT)):
-            signs = (drift(pairs[each]), fall(best[each]))
+            signs = (drift(pairs[each]), pass_rate_fall(best[each]))
             if flagged[each] is None and any(sign is not None and sign.significant for sign in signs):
                 flagged[each] = step + 1
         shares_W.append(_softmax(logit_TW).mean(axis=0))

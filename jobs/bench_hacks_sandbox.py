@@ -27,7 +27,7 @@ from hacks import HACKS, is_hacked, with_hacks
 from measured import SANDBOX, Measured, Wanted, of_one_policy
 
 from draco_ray.config.load import load_config
-from draco_ray.lab.evaluation.measures import rate
+from draco_ray.lab.evaluation.measures import pass_k_measure
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from draco_ray.sandbox.rule_judge.noise import Noise
@@ -108,7 +108,10 @@ def tables(found: Mapping[Cell, tuple[Measured, Watched]], also: Sequence[Watche
     for (hole, seed), (measured, run) in found.items():
         if hole == CLEAN:
             continue
-        tgc = {step: rate([[each]], TRIALS, scenarios=True) for step, each in sorted(measured.evaluations.items())}
+        tgc = {
+            step: pass_k_measure([[each]], TRIALS, scenarios=True)
+            for step, each in sorted(measured.evaluations.items())
+        }
         lost = lost_at({step: each.mean for step, each in tgc.items()})
         missed = "no" if lost else "-"
         in_time = "yes" if run.flagged is not None and (lost is None or run.flagged < lost) else missed

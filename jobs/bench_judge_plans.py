@@ -44,7 +44,7 @@ from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.file_judge import FileJudge
 from draco_ray.judging.judge import CallContext, Judge, Judgement, ask_phase
 from draco_ray.judging.phases import Phase
-from draco_ray.judging.pricing import price_of
+from draco_ray.judging.pricing import reply_cost
 from draco_ray.lab.analysis.judges import configured_rules
 from draco_ray.lab.simulation.recorded import read_run
 from draco_ray.pipeline import Group, Pipeline
@@ -194,7 +194,7 @@ class Rejudged:
         found = await ask_phase(self._judge, phase, context, **given)
         for call in found.archived.calls:
             if call.requests:
-                dollars = price_of(self._price, call.input_tokens, 0, call.output_tokens)
+                dollars = reply_cost(self._price, call.input_tokens, 0, call.output_tokens)
                 visit = int(context.group.partition("/")[0].removeprefix("step"))
                 self.spent[visit][phase.name] += Spend(call.input_tokens + call.output_tokens, dollars)
                 self.calls += 1

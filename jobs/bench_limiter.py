@@ -2,8 +2,8 @@
 
 python jobs/bench_limiter.py [--seeds 10] [--minutes 40] [--limits 300000 ...] [--judges usual ...]
 
-`draco_ray.judging.limiter.WaitingLine` serves groups that judge one phase after the other, on an event loop whose clock
-jumps to the next event. Some request is always waiting.
+`draco_ray.judging.limiter.LimiterQueue` serves groups that judge one phase after the other, on an event loop whose
+clock jumps to the next event. Some request is always waiting.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 from draco_ray.config.schema import JudgeLimits
-from draco_ray.judging.limiter import WINDOW_SECONDS, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import WINDOW_SECONDS, LeaseRequest, Limiter, LimiterQueue, RequestResult
 
 MAX_TOKENS = 16_384
 """judge.max_tokens of the paper's presets."""
@@ -113,7 +113,7 @@ def simulate(limit: float, length: Length, *, minutes: float, seed: int) -> list
 
 async def _judge(limit: float, length: Length, seconds: float, dice: random.Random) -> list[Sent]:
     clock = asyncio.get_running_loop().time
-    line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=limit), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(tokens_per_minute=limit), clock=clock))
     start, sent = clock(), list[Sent]()
 
     async def call(phase: str, rank: int, prompt: int, bytes_per_token: float) -> None:

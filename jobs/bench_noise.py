@@ -29,7 +29,7 @@ from measured import SANDBOX, Measured, Wanted, default_steps, run_all
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import load_config
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.evaluation.measures import Measure, rate
+from draco_ray.lab.evaluation.measures import Measure, pass_k_measure
 from draco_ray.lab.evaluation.measures import difference as paired_difference
 
 NOISES: dict[str, Mapping[str, float]] = {
@@ -195,12 +195,12 @@ def write_plot(root: Path, lines: Sequence[Left]) -> None:
 
 def after_training(runs: list[Measured], runs_per_task: int) -> Measure:
     """TGC of the runs of one setting and noise after their last step."""
-    return rate([[run.evaluations[run.last]] for run in runs], runs_per_task, scenarios=True)
+    return pass_k_measure([[run.evaluations[run.last]] for run in runs], runs_per_task, scenarios=True)
 
 
 def before_training(runs: list[Measured], runs_per_task: int) -> Measure:
     """TGC of these runs before their first step."""
-    return rate([[run.evaluations[0]] for run in runs], runs_per_task, scenarios=True)
+    return pass_k_measure([[run.evaluations[0]] for run in runs], runs_per_task, scenarios=True)
 
 
 def difference(first: Measure, second: Measure) -> Interval:

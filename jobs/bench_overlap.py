@@ -33,7 +33,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.base import make_environment
@@ -106,7 +106,7 @@ WARM_UP_PROMPTS = 16
 MIB = 2**20
 
 
-def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, ...]:
+def scripts(family: Family, tokenizer: Any, chat: ChatTokenizer) -> tuple[Script, ...]:
     """A script for every fault and length; no two begin with the same turn."""
     made: list[Script] = []
     for length in LENGTHS:
@@ -126,7 +126,7 @@ def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    chat = ChatTokens(tokenizer, thinking=config.agent.thinking)
+    chat = ChatTokenizer(tokenizer, thinking=config.agent.thinking)
     manifest = read_manifest(config.data.root)
     if manifest is None:
         sys.exit(f"bench-overlap: {config.data.root} is not a sandbox; run `make world`, or choose one with --world")

@@ -43,7 +43,7 @@ from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.starter.tokenizer import CHAT_TEMPLATE, PADDING, TURN_END, TURN_START
-from draco_ray.training.sizes import with_checkpointing
+from draco_ray.training.sizes import with_gradient_checkpointing
 
 SECONDS = 570
 """Time limit of the job: ten minutes of a borrowed machine, minus the time for the table."""
@@ -136,7 +136,7 @@ def overrides(folder: Path, rollouts: int, *, tiny: bool) -> list[str]:
 
 def configured(keys: Sequence[str], *, tiny: bool) -> DracoConfig:
     """The run's configuration as `draco train` resolves it."""
-    return with_checkpointing(load_config("cpu" if tiny else "qwen3.6-27b", list(keys), setting="random"))
+    return with_gradient_checkpointing(load_config("cpu" if tiny else "qwen3.6-27b", list(keys), setting="random"))
 
 
 def layers_that_fit(config: DracoConfig, model: str, gpu: int, folder: Path) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from draco_ray.environments.base import Environment, World, WorldVerdict
 from draco_ray.records import Task
 from draco_ray.rollout.agent import Conversation, PolicyTurn
-from draco_ray.rollout.turn_agent import Step, TurnAgent
+from draco_ray.rollout.turn_agent import TurnAction, TurnAgent
 
 TASKS = 64
 ASKED, OBSERVED = 512, 256
@@ -66,11 +66,11 @@ class WordsWorld:
 class EveryTurnActs(TurnAgent):
     """Every turn is an action."""
 
-    def step(self, said: PolicyTurn) -> Step:
+    def step(self, said: PolicyTurn) -> TurnAction:
         """See `TurnAgent`."""
 
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             observation = await world.act(said.text)
             return observation, lambda conversation: conversation.tell(observation)
 
-        return Step(action=said.text, act=act)
+        return TurnAction(action=said.text, act=act)

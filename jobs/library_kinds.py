@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from draco_ray.lab.evaluation.measures import difference, rate
+from draco_ray.lab.evaluation.measures import difference, pass_k_measure
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 
@@ -40,7 +40,7 @@ def main(runs: Sequence[Path]) -> None:
         played = Counter(kinds[each.task_id] for each in rollouts)
         solved = Counter(kinds[each.task_id] for each in rollouts if each.success)
         print(f"| {step} | {' | '.join(f'{solved[name]} of {played[name]}' for name in KINDS)} |")
-    first, last = (rate([[of_run[step]] for of_run in found], 1) for step in (steps[0], steps[-1]))
+    first, last = (pass_k_measure([[of_run[step]] for of_run in found], 1) for step in (steps[0], steps[-1]))
     gain, _ = difference(last, first)
     print(f"\ndifference {100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] points")
 

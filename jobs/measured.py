@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, Price
-from draco_ray.judging.pricing import price_of
+from draco_ray.judging.pricing import reply_cost
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
 from draco_ray.runs.directory import RunDirectory
@@ -139,7 +139,7 @@ def _spend(calls: Sequence[Row], price: Price) -> Spend:
     tokens_in = sum(call["input_tokens"] for call in calls)
     cached = sum(call["cached_tokens"] for call in calls)
     tokens_out = sum(call["output_tokens"] for call in calls)
-    return Spend(tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out))
+    return Spend(tokens_in + tokens_out, reply_cost(price, tokens_in, cached, tokens_out))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from typing import Any, Self, Unpack
 from draco_ray.algorithm.rules import AdvantageRule, find_rule
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer
-from draco_ray.traces.library import JudgeOptions, Meter, check_judges, judge, open_judge, plan
-from draco_ray.traces.load import groups_of, place_of
+from draco_ray.traces.library import JudgeOptions, MeteredJudge, check_judges, judge, open_judge, plan
+from draco_ray.traces.load import groups_of, record_index
 from draco_ray.traces.results import JudgedTrace
 
 
@@ -50,7 +50,7 @@ async def judge_conversations(
     for group, judged in zip(groups, await judge(groups, model, **options), strict=True):
         for trace, part in zip(group.traces, judged.rollouts, strict=True):
             acted = tuple(turn.is_step for turn in trace.turns if turn.role == "assistant")
-            found[place_of(trace)] = JudgedConversation(trace=part, acted=acted)
+            found[record_index(trace)] = JudgedConversation(trace=part, acted=acted)
     return found
 
 
@@ -70,12 +70,12 @@ class Judging:
         """
         inspect.signature(judge).bind([], model, **options)
         complete, out = options.pop("complete", None), options.pop("out", None)
-        self._complete = Meter(complete) if isinstance(complete, Completer) else complete
+        self._complete = MeteredJudge(complete) if isinstance(complete, Completer) else complete
         self._out = None if out is None else Path(out)
         arguments: dict[str, Any] = {**options, "out": self._out}
         self._plan = plan(model, **arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._meter, self._spent = Meter(), 0.0
+        self._meter, self._spent = MeteredJudge(), 0.0
 
     def by_papers_rule(self) -> Self:
         """The same judging, for an adapter that spreads advantages itself and knows only the paper's rule.
@@ -104,7 +104,7 @@ class Judging:
             complete=complete,
         )
 
-    async def _opened(self) -> Meter:
+    async def _opened(self) -> MeteredJudge:
         """The judge for this event loop, with the remaining budget."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._spent += self._meter.limiter.spent

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from draco_ray.adapters.conversations import Judging
-from draco_ray.adapters.tokens import sampled_runs
+from draco_ray.adapters.per_token_advantages import sampled_spans
 from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore, digest
 from draco_ray.traces.entry import AGENT, EARLIER
 from draco_ray.traces.library import JudgeOptions
@@ -136,7 +136,7 @@ def conversation_of_tokens(
     before = prompt if isinstance(prompt, str) else decode(list(prompt_ids))
     end = 0
     counts: list[int] = []
-    for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
+    for begin, stop in sampled_spans(np.asarray(mask)[: len(token_ids)]):
         if counts and begin > end:
             before = decode(list(token_ids[end:begin]))
             messages.append({"role": "user", "content": before})

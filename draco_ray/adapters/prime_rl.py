@@ -23,7 +23,7 @@ from prime_rl.orchestrator.algo.grpo import GRPOAlgorithm
 from prime_rl.orchestrator.algo.routing import assign_advantages
 
 from draco_ray.adapters.conversations import Judging
-from draco_ray.adapters.verifiers import judge_traces, spread
+from draco_ray.adapters.verifiers import judge_traces, spread_advantage
 
 
 class StepCreditAlgorithm(GRPOAlgorithm):
@@ -43,4 +43,4 @@ class StepCreditAlgorithm(GRPOAlgorithm):
         if scored:
             await super().score_group([SimpleNamespace(traces=[trace for trace, _ in scored])])
         for trace, each in scored:
-            spread(trace, each.quality, each.acted)
+            spread_advantage(trace, each.quality, each.acted)

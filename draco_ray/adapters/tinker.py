@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.adapters.tokens import sampled_runs, spread_rows
+from draco_ray.adapters.per_token_advantages import sampled_spans, spread_rows
 from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict
 
 
@@ -59,7 +59,7 @@ def step_data(data: Sequence[Any], verdict: StepVerdict) -> list[Any]:
     Returns: new data. Raises: MissingVerdict: the verdict is on another number of turns.
     """
     masks = [each.loss_fn_inputs["mask"].to_numpy() for each in data]
-    turns = sum(len(sampled_runs(mask)) for mask in masks)
+    turns = sum(len(sampled_spans(mask)) for mask in masks)
     if verdict.reward is not None and turns != len(verdict.acted):
         raise MissingVerdict(
             f"the data have {turns} sampled turns, the verdict {len(verdict.acted)}; expected this trajectory's verdict"

@@ -14,7 +14,7 @@ import numpy as np
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
 from draco_ray.adapters.credit import CreditJudge, trajectory_key
-from draco_ray.adapters.tokens import sampled_runs
+from draco_ray.adapters.per_token_advantages import sampled_spans
 from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, digest
 from draco_ray.errors import ConfigError
 
@@ -31,7 +31,7 @@ def store_rows(credit: CreditJudge, group: Any) -> None:
     for verdict, sequences in zip(credit.store.get(keys), group.completions_sequences, strict=True):
         if verdict is None:
             continue
-        runs = [[stop - begin for begin, stop in sampled_runs(each.completion_mask)] for each in sequences]
+        runs = [[stop - begin for begin, stop in sampled_spans(each.completion_mask)] for each in sequences]
         tokens = tuple(count for row in runs for count in row)
         for n, each in enumerate(sequences):
             rows[row_key(group.group_id, each.input_ids)] = StepVerdict(

@@ -30,7 +30,7 @@ from numpy.typing import ArrayLike
 from pydantic import TypeAdapter
 
 from draco_ray.adapters.conversations import JudgedConversation
-from draco_ray.adapters.tokens import sampled_runs, token_advantages
+from draco_ray.adapters.per_token_advantages import sampled_spans, token_advantages
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.records import FloatArray
 from draco_ray.temp_dirs import PrivateTempDir
@@ -182,7 +182,7 @@ class VerdictStore:
 
     def _row(self, key: TrajectoryKey, verdict: StepVerdict | None, advantage: float, mask_T: Any) -> FloatArray:
         mask_T = mask_T != 0
-        runs = tuple(end - begin for begin, end in sampled_runs(mask_T))
+        runs = tuple(end - begin for begin, end in sampled_spans(mask_T))
         uniform_T = np.where(mask_T, np.float32(advantage), np.float32(0.0))
         if verdict is None or (verdict.tokens and verdict.part(len(runs)) != runs):
             reason = "missing" if verdict is None else "stale"

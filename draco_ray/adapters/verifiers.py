@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from draco_ray.adapters.conversations import JudgedConversation, Judging
-from draco_ray.adapters.tokens import spread_rows
+from draco_ray.adapters.per_token_advantages import spread_rows
 from draco_ray.algorithm.equations import group_advantages_G
 from draco_ray.traces.results import JudgedTrace
 
@@ -44,7 +44,7 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
         for node in trace.nodes:
             if node.sampled:
                 node.advantages = [float(advantage)] * sum(node.mask)
-        spread(trace, each.quality, each.acted)
+        spread_advantage(trace, each.quality, each.acted)
     return [None if each is None else each.trace for each in judged]
 
 
@@ -69,7 +69,7 @@ async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedCo
     return judged
 
 
-def spread(trace: Any, quality: Sequence[float | None], acted: Sequence[bool]) -> None:
+def spread_advantage(trace: Any, quality: Sequence[float | None], acted: Sequence[bool]) -> None:
     """Spread a trace's uniform advantage over its steps; without citations it stays uniform."""
     turns = [node for node in trace.nodes if node.sampled and any(node.mask)]
     if turns:

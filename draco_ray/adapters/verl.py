@@ -29,11 +29,18 @@ from draco_ray.adapters.credit import ArrivingGroup, CreditJudge, conversation_o
 from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict, TrajectoryKey, VerdictStore
 from draco_ray.errors import ConfigError
 
-__all__ = ["CreditJudge", "MissingVerdict", "StepCreditManager", "StepCreditWorker", "attach", "compute_advantage"]
+__all__ = [
+    "CreditJudge",
+    "MissingVerdict",
+    "StepCreditManager",
+    "StepCreditWorker",
+    "attach_verdict_store",
+    "compute_advantage",
+]
 ESTIMATOR = "draco"
 
 
-def settings(config: Any) -> dict[str, Any]:
+def draco_section(config: Any) -> dict[str, Any]:
     """The section ``draco`` of verl's configuration: arguments of `CreditJudge`."""
     found = OmegaConf.to_container(OmegaConf.create(config.get("draco") or {}), resolve=True)
     assert isinstance(found, dict)
@@ -54,7 +61,7 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
-        judge = settings(config)
+        judge = draco_section(config)
         if judge.get("budget") is not None:
             judge["budget"] /= config.actor_rollout_ref.rollout.agent.num_workers
         self._credit = CreditJudge(**judge)
@@ -115,7 +122,7 @@ class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):
                 f"verl: algorithm.adv_estimator={config.algorithm.adv_estimator} does not use step credit; expected "
                 f"{ESTIMATOR}"
             )
-        attach(config)
+        attach_verdict_store(config)
         super().__init__(config, *arguments, **options)
         self.agent_loop_workers_class = ray.remote(StepCreditWorker)
 
@@ -168,9 +175,9 @@ def compute_advantage(host: Any, data: Any, batch_keys: list[str], adv_estimator
 _attached: dict[str, VerdictStore] = {}
 
 
-def attach(config: Any) -> VerdictStore:
+def attach_verdict_store(config: Any) -> VerdictStore:
     """Make this process's trainer read the store of the configuration's section ``draco``."""
-    judge = settings(config)
+    judge = draco_section(config)
     _attached["store"] = VerdictStore(judge["store"], missing=judge.get("missing", "error"))
     host = trainer_base.compute_advantage_for_multi_trajectories
     if not isinstance(host, functools.partial):

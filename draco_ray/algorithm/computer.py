@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draco_ray.algorithm.equations import mixed_verdicts, quality_spread, random_rewards
-from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
+from draco_ray.algorithm.group import (
+    CreditSkipReason,
+    group_advantages,
+    group_advantages_from_rewards,
+    training_samples,
+)
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.records import (
     Attribution,
@@ -21,7 +26,7 @@ from draco_ray.records import (
     Verdict,
 )
 from draco_ray.summaries import AdvantageSummary, RewardSummary
-from draco_ray.workers.local import LocalActor, Reference, resolved
+from draco_ray.workers.local import LocalActor, Reference, resolve
 
 if TYPE_CHECKING:
     from draco_ray.config.schema import AlgorithmConfig
@@ -38,7 +43,7 @@ class AdvantageComputer:
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[Reference]) -> RewardSummary:
         """Apply discriminative dropout and Eq. ``rubric-reward`` to the rollouts whose scoring call succeeded."""
-        scored, verdict_GK = _verdicts(rollouts, [await resolved(ref) for ref in scores])
+        scored, verdict_GK = _verdicts(rollouts, [await resolve(ref) for ref in scores])
         surviving_K = self._rule.surviving(verdict_GK)
         rewards_G = self._rule.rewards(verdict_GK, surviving_K)
         mixed_G = mixed_verdicts(verdict_GK, surviving_K)
@@ -66,13 +71,13 @@ class AdvantageComputer:
         ``attributions`` is None if no credit calls were made for the group. An entry is None if the call was skipped
         because the rollout's verdicts are unanimous. Scores that name steps are used as attributions.
         """
-        scored, verdict_GK = _verdicts(rollouts, [await resolved(ref) for ref in scores])
-        played = {rollout: await resolved(ref) for rollout, ref in zip(rollouts, trajectories, strict=True)}
-        cited: dict[int, Sequence[Attribution] | Uncalled | None] = dict.fromkeys(rollouts, ())
+        scored, verdict_GK = _verdicts(rollouts, [await resolve(ref) for ref in scores])
+        played = {rollout: await resolve(ref) for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        cited: dict[int, Sequence[Attribution] | CreditSkipReason | None] = dict.fromkeys(rollouts, ())
         if attributions is not None:
             for rollout, ref in zip(rollouts, attributions, strict=True):
-                judged = await resolved(ref)
-                cited[rollout] = Uncalled.UNANIMOUS if judged is None else _attributions(judged)
+                judged = await resolve(ref)
+                cited[rollout] = CreditSkipReason.UNANIMOUS if judged is None else _attributions(judged)
         advantages = group_advantages(
             group,
             verdict_GK,
@@ -102,9 +107,9 @@ class AdvantageComputer:
         if evaluations is None:
             reward_G = random_rewards(key, len(rollouts))
         else:
-            verdicts = [(await resolved(ref)).evaluation for ref in evaluations]
+            verdicts = [(await resolve(ref)).evaluation for ref in evaluations]
             reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
-        played = {rollout: await resolved(ref) for rollout, ref in zip(rollouts, trajectories, strict=True)}
+        played = {rollout: await resolve(ref) for rollout, ref in zip(rollouts, trajectories, strict=True)}
         advantages = group_advantages_from_rewards(
             group,
             reward_G,

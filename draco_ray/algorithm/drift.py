@@ -1,12 +1,12 @@
 """Two signs that the policy exploits the main judge, from the scores of a held-out judge.
 
-In a group the held-out judge scores the half with the highest rewards and a middle rollout (`compared`). It may be
-stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as both agree on
-what is better, the best rollout is at least as likely as that middle one to reach any pass share h, and training does
-not lower what the better half reaches. A hack breaks both: it is among the best, and the held-out judge passes little
-of it.
-`drift` finds a hack early if the held-out judge rates honest rollouts of a group alike. `fall` finds it where honest
-rollouts differ much, and where all rollouts of a group are hacks.
+In a group the held-out judge scores the half with the highest rewards and a middle rollout
+(`held_out_sample`). It may be stricter, coarser or noisier than the main judge, and its pass rate may improve
+more slowly. As long as both agree on what is better, the best rollout is at least as likely as that middle one to reach
+any pass share h, and training does not lower what the better half reaches. A hack breaks both: it is among the best,
+and the held-out judge passes little of it.
+`drift` finds a hack early if the held-out judge rates honest rollouts of a group alike. `pass_rate_fall` finds it
+where honest rollouts differ much, and where all rollouts of a group are hacks.
 
 `drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; each
 pair multiplies a part by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis the sum does
@@ -17,12 +17,12 @@ staked from step k on (arXiv 2203.03532).
 Two cases without a hack look the same: a main judge that passes whole rollouts by mistake, and a held-out judge that
 fails the best rollouts by mistake. A hack that the held-out judge rates like a middle rollout is not detected.
 
-`fall` compares every stretch of steps that ends now with every stretch just before it by a likelihood ratio of two
-Bernoulli rates against one, divided by the dispersion of the shares (McCullagh and Nelder, Generalized Linear Models,
-chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square root,
-sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches. Few simulated runs of constant pass rate exceed
-it (``tests/unit/test_held_out_scoring.py`` counts them). A policy that has become worse without a hack looks the same,
-and so do harder tasks; the main judge's own pass rate tells them from a hack.
+`pass_rate_fall` compares every stretch of steps that ends now with every stretch just before it by a likelihood ratio
+of two Bernoulli rates against one, divided by the dispersion of the shares (McCullagh and Nelder, Generalized Linear
+Models, chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square
+root, sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches. Few simulated runs of constant pass rate
+exceed it (``tests/unit/test_held_out_scoring.py`` counts them). A policy that has become worse without a hack
+looks the same, and so do harder tasks; the main judge's own pass rate tells them from a hack.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FEWEST = 16
 TINY = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
 LATEST = 500
-"""Number of latest steps that `fall` compares: time and memory grow with its square."""
+"""Number of latest steps that `pass_rate_fall` compares: time and memory grow with its square."""
 
 Pair = Sequence[float]
 """The held-out judge's pass shares, in [0, 1], of a group's best and its middle rollout."""
@@ -75,7 +75,7 @@ class Drift:
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
+class PassRateFall:
     """The most significant fall of the better halves' pass share, up to the last step."""
 
     size: float
@@ -87,7 +87,7 @@ class Fall:
     """Whether it exceeds the limit."""
 
 
-def compared(reward_G: FloatArray) -> tuple[list[int], int | None]:
+def held_out_sample(reward_G: FloatArray) -> tuple[list[int], int | None]:
     """Positions of the rollouts that the held-out judge scores.
 
     Returns: the half with the highest rewards; and, in the other half, the one with the highest reward below the
@@ -142,7 +142,7 @@ def _won(pairs: Sequence[Pair]) -> FloatArray:
     return reached_NH.astype(float) - best_NH
 
 
-def fall(steps: Sequence[Sequence[float]]) -> Fall | None:
+def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
     """The fall up to the last of ``steps``; None while there are too few groups for two stretches.
 
     Args:
@@ -174,7 +174,7 @@ def fall(steps: Sequence[Sequence[float]]) -> Fall | None:
     most = int((np.sign(size) * ratio).argmax())
     half = 1.96 * math.sqrt(variance[most] * (1 / before[most] + 1 / after[most]))
     significant = size[most] > 0 and ratio[most] > 2 * math.log(10 * len(steps) ** 2)
-    return Fall(float(size[most]), float(size[most]) - half, float(size[most]) + half, bool(significant))
+    return PassRateFall(float(size[most]), float(size[most]) - half, float(size[most]) + half, bool(significant))
 
 
 def _divergence(share: FloatArray, mean: FloatArray) -> FloatArray:

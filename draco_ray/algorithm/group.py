@@ -32,7 +32,7 @@ from draco_ray.records import (
 )
 
 
-class Uncalled(Enum):
+class CreditSkipReason(Enum):
     """Why no credit call was made for a rollout's row."""
 
     UNANIMOUS = "unanimous"
@@ -42,7 +42,7 @@ class Uncalled(Enum):
 def group_advantages(
     group: str,
     verdict_GK: IntArray,
-    attributions: Sequence[Sequence[Attribution] | Uncalled | None],
+    attributions: Sequence[Sequence[Attribution] | CreditSkipReason | None],
     tokens_GM: Sequence[IntArray],
     rollouts: Sequence[int],
     *,
@@ -59,7 +59,7 @@ def group_advantages(
         verdict_GK: scoring verdicts of the scored rollouts, one row each.
         attributions: the credit call's result per row. None: the call failed, and the row gets the uniform advantage.
             Empty: no call was made for the whole group, and the scoring verdicts decide whether the row is inert.
-            `Uncalled.UNANIMOUS`: no call was made for this rollout. Ignored by a rule that does not cite.
+            `CreditSkipReason.UNANIMOUS`: no call was made for this rollout. Ignored by a rule that does not cite.
         tokens_GM: n_j per row, one entry per step.
         rollouts: index of each row's rollout in its group, ascending.
         rule: the advantage rule.
@@ -163,7 +163,7 @@ def _unsampled(sampled_T: BoolArray) -> int:
 
 def _attributed(
     rule: AdvantageRule,
-    given: Sequence[Attribution] | Uncalled | None,
+    given: Sequence[Attribution] | CreditSkipReason | None,
     verdict_K: IntArray,
     surviving_K: BoolArray,
     tokens_M: IntArray,
@@ -173,7 +173,7 @@ def _attributed(
         return CreditFallback.CREDIT_OFF
     if given is None:
         return CreditFallback.CREDIT_CALL_FAILED
-    if isinstance(given, Uncalled):
+    if isinstance(given, CreditSkipReason):
         return unanimous_attributions(verdict_K * surviving_K) if len(tokens_M) else ()
     return rule.attributions(given, verdict_K)
 

@@ -32,7 +32,7 @@ from draco_ray.algorithm.equations import (
 )
 from draco_ray.errors import ConfigError
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 RULES = {
     "draco": "draco_ray.algorithm.rules:AdvantageRule",
@@ -134,7 +134,7 @@ class Calibrated(AdvantageRule):
 
 
 def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
-    """The rule of that name (see `draco_ray.registry.find`).
+    """The rule of that name (see `draco_ray.registry.find_component`).
 
     Args:
         name: value of ``algorithm.rule``.
@@ -143,7 +143,7 @@ def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
     Raises:
         ConfigError: there is no such rule, it does not subclass `AdvantageRule`, or its reliability is not set.
     """
-    rule = find("algorithm.rule", name, RULES)
+    rule = find_component("algorithm.rule", name, RULES)
     if not (isinstance(rule, type) and issubclass(rule, AdvantageRule)):
         raise ConfigError(
             f"algorithm.rule={name!r} is not an advantage rule; expected a subclass of "

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draco_ray.commands.printing import print_overall, with_interval
-from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
-from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
+from draco_ray.judging.labels import Label, count_contradicted_labels, latest_labels, read_labels
+from draco_ray.lab.analysis.labels import citations, human_agreement, inter_annotator_agreement, labelled_reliability
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.files import check_folder
-from draco_ray.lab.rows import finite
+from draco_ray.lab.files import create_output_folder
+from draco_ray.lab.rows import finite_or_none
 from draco_ray.terminal import console, counted
 
 KEYS = ("run", "judge", "citation_overlap", "unanswered")
@@ -25,19 +25,19 @@ def agreement(paths: Sequence[Path], *, out: Path | None) -> list[Path]:
         ConfigError: files without labels.
     """
     said = read_labels(paths)
-    labels = last_words(said)
-    folder = None if out is None else check_folder(out)
+    labels = latest_labels(said)
+    folder = None if out is None else create_output_folder(out)
     _print_size(labels)
-    if contrary := taken_back(said):
+    if contrary := count_contradicted_labels(said):
         console.print(
             f"{contrary} {'label contradicts' if contrary == 1 else 'labels contradict'} an earlier label of the same "
             "verdict by the same person; the last one counts. If several people left the name empty, give each a name"
         )
     tables = {}
     if any(label.verdict is not None for label in labels):
-        tables["agreement"] = against_people(labels)
+        tables["agreement"] = human_agreement(labels)
         print_overall("the judge against people", tables["agreement"], KEYS)
-    people = between_people(labels)
+    people = inter_annotator_agreement(labels)
     if people.num_rows:
         tables["people"] = people
         print_overall("people against each other, on verdicts that two people labelled", people, KEYS)
@@ -78,4 +78,4 @@ def _print_citations(labels: Sequence[Label]) -> None:
 
 
 def _share(found: Interval) -> str:
-    return with_interval(found.mean, finite(found.low), finite(found.high))
+    return with_interval(found.mean, finite_or_none(found.low), finite_or_none(found.high))

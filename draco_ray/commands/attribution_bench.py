@@ -24,9 +24,17 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     label_rows,
     read_step_labels,
 )
-from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
+from draco_ray.lab.analysis.judges import (
+    OWN,
+    NamedJudge,
+    RuleCompleter,
+    folder_name,
+    judge_config,
+    judge_description,
+    open_completer,
+)
 from draco_ray.lab.analysis.tables import write_table
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 from draco_ray.lab.rows import grouped
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Noise
@@ -79,7 +87,7 @@ def attribution_bench(
         raise ConfigError(
             f"--wrong-step {wrong_step:g}: only the offline judge can be given errors; use it with --judge {RULE_JUDGE}"
         )
-    check_folder(out)
+    create_output_folder(out)
     configured = judges_own_config(config, judge, trust=trust)
     settings = judge_config(configured.judge, judge, out / "judge_cache")
     prompts = prompts_of(settings)
@@ -91,12 +99,12 @@ def attribution_bench(
     faults = sum(bool(rollout.faults) for group in groups for rollout in group)
     console.print(
         f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with planted faults; "
-        f"judge {asked(judge.model, settings)}"
+        f"judge {judge_description(judge.model, settings)}"
     )
     name = settings.model if judge.model == OWN else judge.model
     name += f", {wrong_step:.0%} of steps wrong" if wrong_step else ""
-    noisy = RuleComplete(Noise(wrong_step=wrong_step).blur(answer)) if wrong_step else None
-    complete = noisy or open_complete(settings, configured.seed)
+    noisy = RuleCompleter(Noise(wrong_step=wrong_step).blur(answer)) if wrong_step else None
+    complete = noisy or open_completer(settings, configured.seed)
     judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
     found = measures(judged, name)
     _print(found)
@@ -113,7 +121,7 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
     Raises:
         ConfigError: not a labels file.
     """
-    check_folder(out)
+    create_output_folder(out)
     found = read_step_labels(path)
     measured, calibrated = label_rows(found), calibration_rows(found, splits=SPLITS)
     scopes = grouped(measured.to_pylist(), "scope")

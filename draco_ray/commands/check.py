@@ -17,9 +17,9 @@ from draco_ray.lab.planning.memory import GIB
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions
 from draco_ray.terminal import console, counted
-from draco_ray.training.checks import CHECKS, Start, check_root, findings
+from draco_ray.training.checks import CHECKS, CheckContext, check_root, run_checks
 from draco_ray.training.session import open_judge
-from draco_ray.training.sizes import address_of
+from draco_ray.training.sizes import ray_address
 
 JUDGE_SECONDS = 60.0
 """Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
@@ -30,11 +30,11 @@ def check(config: DracoConfig) -> None:
 
     Raises: ConfigError if there are findings.
     """
-    start = Start(config, console)
-    found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
+    start = CheckContext(config, console)
+    found = run_checks(start, (*CHECKS, check_root, check_memory, check_task_start, check_judge))
     for number, error in enumerate(found, start=1):
         console.print(f"{number}. {error}")
-    if (address := address_of(config)) is not None:
+    if (address := ray_address(config)) is not None:
         console.print(
             f"not checked: whether the Ray cluster at {address} has enough resources; the run checks this when it "
             "starts"
@@ -44,11 +44,11 @@ def check(config: DracoConfig) -> None:
     console.print(f"ready to run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
 
 
-def check_memory(start: Start) -> None:
+def check_memory(start: CheckContext) -> None:
     """Check that learner, engines and Ray fit into the memory of the GPUs or of this machine."""
     config = start.config
     # The memory that a user's own learner needs is unknown.
-    if not start.has_model or address_of(config) is not None or config.learner.use != LearnerConfig().use:
+    if not start.has_model or ray_address(config) is not None or config.learner.use != LearnerConfig().use:
         return
     try:
         shape = model_shape(config.model.path)
@@ -79,7 +79,7 @@ def _gpu_bytes() -> int:
     return int(done.stdout.replace("False", "0"))
 
 
-def check_world(start: Start) -> None:
+def check_task_start(start: CheckContext) -> None:
     """Check that a task can be started, with its tools and servers."""
     config = start.config
     if start.environment is None or not (tasks := start.environment.tasks(config.data.train_split)):
@@ -113,7 +113,7 @@ async def _begin(environment: Environment, task: str, seconds: float) -> None:
             await environment.stop()
 
 
-def check_judge(start: Start) -> None:
+def check_judge(start: CheckContext) -> None:
     """Check that the judge answers."""
     watch = start.config.watch
     seconds = watch.start_seconds or JUDGE_SECONDS

@@ -33,15 +33,15 @@ from pydantic import (
 )
 
 from draco_ray.commands.evaluate import READ, RUNS, EvaluateOptions, find_policy_and_config, print_tables
-from draco_ray.config.effect import check_effect
-from draco_ray.config.file_names import file_name
+from draco_ray.config.file_names import validate_file_name
+from draco_ray.config.ineffective_keys import check_effective
 from draco_ray.config.load import read_tree
 from draco_ray.config.schema import NonEmptyStr
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.rendering import Shown, TableFormat
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.lab.evaluation.rendering import ShownUncertainty, TableFormat
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan
 from draco_ray.lab.evaluation.tables import group_seeds
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 
 TAU = "tau-banking"
 """Split name of τ-bench banking; all other names are splits of the environment."""
@@ -50,7 +50,7 @@ TAU = "tau-banking"
 def _label(text: str) -> str:
     if "=" in text:
         raise ValueError("expected a name without =")
-    return file_name(text)
+    return validate_file_name(text)
 
 
 def _listed(value: object) -> object:
@@ -64,7 +64,7 @@ def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 Label = Annotated[str, AfterValidator(_label)]
-Split = Annotated[str, AfterValidator(file_name)]
+Split = Annotated[str, AfterValidator(validate_file_name)]
 Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1)]
 
@@ -199,7 +199,7 @@ def evaluate_set(
     out: Path | None,
     against: str | None,
     form: TableFormat,
-    show: Shown,
+    show: ShownUncertainty,
     retry_errors: bool,
     trust: bool,
     starter: Path,
@@ -229,13 +229,13 @@ def evaluate_set(
         raise ConfigError(f"--against {against!r}: expected one of {', '.join(wanted.settings)}")
     typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
     idle = {"tau_bench.trials": "together with runs"} if wanted.runs is not None else {}
-    check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
+    check_effective("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out, retry_errors=retry_errors, trust=trust)
     # Check all evaluations before the first one runs.
     ready = {each: _prepare(each, wanted.max_lost_share, starter) for each in planned}
     group_seeds((each.label, EvaluationDirectory(each.out, plan)) for each, (plan, _) in ready.items())
     unfinished = {each for each, (plan, _) in ready.items() if not _finished(each, plan)}
-    check_folder(out)
+    create_output_folder(out)
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
     for number, (each, (_, run)) in enumerate(ready.items(), start=1):
         if each in unfinished:
@@ -256,7 +256,9 @@ def read_set(file: Path, overrides: Sequence[str]) -> EvaluationSet:
     return parse_set(tree, f"eval-set {file}")
 
 
-def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -> tuple[Plan, Callable[[], object]]:
+def _prepare(
+    planned: PlannedEvaluation, max_lost_share: float, starter: Path
+) -> tuple[EvaluationPlan, Callable[[], object]]:
     """Check one evaluation; returns its plan and the function that runs it.
 
     Raises:
@@ -268,7 +270,7 @@ def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -
     return plan, partial(run, out=planned.out, **told)
 
 
-def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
+def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[EvaluationPlan, Callable[..., object]]:
     from draco_ray.environments.base import make_environment
     from draco_ray.lab.evaluation.evaluate import evaluate_policy, plan_policy
 
@@ -283,7 +285,7 @@ def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Cal
     return plan, partial(evaluate_policy, policy, config, split=split, runs=runs)
 
 
-def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
+def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[EvaluationPlan, Callable[..., object]]:
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau, plan_tau
     from draco_ray.benchmarks.tau.server import tau_policies
     from draco_ray.commands.tau import log_messages, policy_and_config
@@ -295,7 +297,7 @@ def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Calla
     return plan, partial(evaluate_tau, config, policies)
 
 
-def _finished(planned: PlannedEvaluation, plan: Plan) -> bool:
+def _finished(planned: PlannedEvaluation, plan: EvaluationPlan) -> bool:
     directory = EvaluationDirectory.find(planned.out, plan)
     if directory is None or not (directory.path / "summary.json").is_file():
         return False

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import typer
 
-from draco_ray.config.effect import check_effect, judge_idle, typed_keys
+from draco_ray.config.ineffective_keys import check_effective, ineffective_judge_keys, overridden_keys
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.policies import ApiOptions, EvaluatedPolicy, every_checkpoint, find_policy, last_epochs
-from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
+from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, ShownUncertainty, Table, TableFormat, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.lab.evaluation.tables import (
@@ -24,15 +24,15 @@ from draco_ray.lab.evaluation.tables import (
     compare,
     comparison_table,
     cost_table,
+    describe_task_subset,
     difficulty_table,
     main_table,
     read_settings,
     scaled,
     split_title,
     termination_table,
-    what_was_played,
 )
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
@@ -82,7 +82,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
     out = (options.out or _default_out(options, policy, config.environment.use, split)).resolve()
     evaluates = make_environment(config.environment, config.data).evaluates
-    check_typed(options, policy, config, judged=not evaluates)
+    check_options(options, policy, config, judged=not evaluates)
     if not evaluates:
         cache = None if options.run is None else RunDirectory.open(options.run.resolve()).judge_cache
         rates = judge_policy(policy, config, split=split, runs=options.runs or RUNS, out=out, cache=cache)
@@ -102,12 +102,12 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     if options.train_curve:
         curve = curve_table(EvaluationDirectory.open(out))
         (out / "curve.csv").write_text(render(curve, TableFormat.CSV), encoding="utf-8")
-        typer.echo(render(curve, TableFormat.TEXT, Shown.INTERVAL), nl=False)
+        typer.echo(render(curve, TableFormat.TEXT, ShownUncertainty.INTERVAL), nl=False)
         typer.echo(f"\n{out / 'curve.csv'}")
         return
     settings = {result.label: {split_title(result.plan): result}}
     for table in (main_table, difficulty_table, termination_table, cost_table):
-        typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
+        typer.echo(render(table(settings), TableFormat.TEXT, ShownUncertainty.INTERVAL))
     typer.echo(
         f"turns: {'-' if result.turns is None else f'{result.turns.mean:.1f}'}; for more tables run: draco tables {out}"
     )
@@ -151,7 +151,7 @@ def print_tables(
     *,
     tables: Sequence[str],
     form: TableFormat,
-    shown: Shown,
+    shown: ShownUncertainty,
     against: str | None,
     out: Path | None,
     quiet: bool = False,
@@ -164,7 +164,7 @@ def print_tables(
     if unknown := [name for name in tables if name not in TABLES]:
         raise ConfigError(f"--table {unknown[0]}: unknown; expected one of {', '.join(TABLES)}")
     if out is not None:
-        check_folder(out)
+        create_output_folder(out)
     settings = read_settings(directories)
     made = [TABLES[name](settings) for name in tables or TABLES]
     if against is not None:
@@ -187,7 +187,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
         ConfigError: rollouts are missing.
     """
     plan = directory.plan
-    played = what_was_played([plan])
+    played = describe_task_subset([plan])
     rows = []
     for measurement, results in directory.complete_results().items():
         one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [[results]])
@@ -221,7 +221,7 @@ def _check_options(options: EvaluateOptions) -> None:
         raise ConfigError("draco evaluate: --every needs --train-curve")
 
 
-def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: DracoConfig, *, judged: bool) -> None:
+def check_options(options: EvaluateOptions, policy: EvaluatedPolicy, config: DracoConfig, *, judged: bool) -> None:
     """Refuse options and keys that have no effect on this policy in this environment.
 
     Args:
@@ -235,7 +235,7 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
             f"{given[0]}: no effect, because this environment has no evaluator and the judge is used instead"
         )
     idle = (
-        judge_idle(config)
+        ineffective_judge_keys(config)
         if judged
         else dict.fromkeys(("judge", "algorithm"), "because the environment has its own evaluator")
     )
@@ -246,7 +246,7 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
         idle |= dict.fromkeys(("judge", "model", "engine", "learner.lora_rank"), "for an API model")
         idle |= {f"judge.{key}": "" for key in (*OF_A_CLIENT, "concurrency_per_worker")}
         idle["judge.temperature"] = "for an API model; use --api-temperature"
-    check_effect("draco evaluate", options.overrides, READ, idle)
+    check_effective("draco evaluate", options.overrides, READ, idle)
 
 
 def _check_one_model(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
@@ -260,7 +260,7 @@ def _check_one_model(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
         raise ConfigError(f"{given[0]}: works only with an API model, --policy litellm:MODEL")
     # With an adapter, model.path may name the base model.
     alone = policy.model is not None and all(each.adapter is None for each in policy.checkpoints)
-    if alone and "model.path" in typed_keys(options.overrides):
+    if alone and "model.path" in overridden_keys(options.overrides):
         raise ConfigError(f"--policy {policy.name} and model.path both name the model; give only one of them")
 
 
@@ -286,7 +286,7 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
         policy = last_epochs(options.run, options.last_epochs or 3, recorded_order(run).steps_per_epoch)
     _check_one_model(options, policy)
     config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
-    if policy.model is None or "model.path" in typed_keys(options.overrides):
+    if policy.model is None or "model.path" in overridden_keys(options.overrides):
         return policy, config
     return policy, config.updated(model={"path": policy.model})
 

@@ -21,7 +21,7 @@ from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, rate_difference, rate_interval
 from draco_ray.lab.rows import grouped
 from draco_ray.terminal import counted
-from draco_ray.traces.keeping import LINES
+from draco_ray.traces.judging_run import LINES
 
 
 class _Verdict(BaseModel):
@@ -98,7 +98,7 @@ def shared_tasks(tasks: Set[str], baseline: Iterable[Line]) -> Set[str]:
     return shared
 
 
-def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
+def baseline_difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
     """Pass share of ``lines`` minus that of ``baseline``, over their common tasks, with its 95 % interval.
 
     Raises:
@@ -113,7 +113,7 @@ def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
     return rate_difference(one, other_)
 
 
-def by_criterion(lines: Iterable[Line]) -> Table:
+def criterion_table(lines: Iterable[Line]) -> Table:
     """The pass share of each criterion over all traces to which it applies."""
     verdicts = [each for line in lines for each in line["verdicts"] if each["verdict"] != "NOT_APPLICABLE"]
     shares = [
@@ -126,14 +126,14 @@ def by_criterion(lines: Iterable[Line]) -> Table:
     return table
 
 
-def described(share: ClusteredMean) -> str:
+def format_pass_share(share: ClusteredMean) -> str:
     """A pass share with its interval, in words."""
     interval = rate_interval(share)
     limits = "" if share.clusters < 2 else f" [{interval.low:.1%}, {interval.high:.1%}]"
     return f"{share.mean:.1%}{limits} over {counted(share.clusters, 'task')}"
 
 
-def annotate(lines: Sequence[Line]) -> None:
+def write_github_annotations(lines: Sequence[Line]) -> None:
     """Print an annotation of GitHub Actions for each failed criterion, and append a table to the job's summary."""
     rows = ["| trace | pass share | failed |", "|---|---|---|"]
     for line in sorted(lines, key=lambda line: -1.0 if line["pass_share"] is None else line["pass_share"]):

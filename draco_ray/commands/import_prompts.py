@@ -7,7 +7,7 @@ from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 
 AGENT_LISTING = "prompts.py"
 """Name of the agent's system prompt in the listing's caption."""
@@ -52,7 +52,7 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
         path = out / name
         if path.exists() and path.read_bytes() != content.encode("utf-8"):
             raise ConfigError(f"{path}: already exists with different content; remove it or choose another --out")
-    check_folder(out)
+    create_output_folder(out)
     for name, content in files.items():
         (out / name).write_bytes(content.encode("utf-8"))
     return [out / name for name in files]

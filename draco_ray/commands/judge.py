@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.commands import grade
-from draco_ray.config.effect import check_effect, judge_idle, typed_keys
+from draco_ray.config.ineffective_keys import check_effective, ineffective_judge_keys, overridden_keys
 from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging import render
-from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.outage import span
-from draco_ray.judging.panel import other
+from draco_ray.judging.endpoint import describe_judge
+from draco_ray.judging.outage import format_duration
+from draco_ray.judging.panel import member_config
 from draco_ray.judging.pricing import known_price
-from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
+from draco_ray.judging.reply_cache import FILE, read_cost_ledger, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
-from draco_ray.lab.analysis.judges import RuleComplete, configured_rules, names_judge
+from draco_ray.lab.analysis.judges import RuleCompleter, configured_rules, configures_judge
 from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
 from draco_ray.traces.batch import DISCOUNT, unsettled_batches
-from draco_ray.traces.estimate import PhaseEstimate, estimate
+from draco_ray.traces.estimate import PhaseEstimate, estimate_cost
 from draco_ray.traces.judging import as_trajectory
-from draco_ray.traces.keeping import LINES, JudgingRun, Totals
-from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan
+from draco_ray.traces.judging_run import LINES, JudgingRun, Totals
+from draco_ray.traces.library import MeteredJudge, Plan, judge_run, open_judge, plan
 from draco_ray.traces.load import Groups, load_traces
 from draco_ray.traces.results import rubric_digest
 
@@ -112,13 +112,13 @@ def run(wanted: JudgeArguments) -> int:
         rubric = settled.rubric or ()
         grade.check_rubric({each.title for each in rubric}, baseline, rubric_digest(rubric))
     judge = settled.config.judge.model
-    check_effect("--set", wanted.typed, READ, _idle(settled, wanted))
+    check_effective("--set", wanted.typed, READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     if baseline is not None:
         grade.shared_tasks({group.task_id for group in groups}, baseline)
     for line in _understood(groups, settled):
         console.print(line)
-    guessed = estimate(
+    guessed = estimate_cost(
         groups,
         settled.config,
         settled.prompts,
@@ -142,7 +142,7 @@ def run(wanted: JudgeArguments) -> int:
         _summary(kept, totals)
         lines = grade.read_lines(kept.path) if settled.rubric is not None and totals.traces else []
         if wanted.github and totals.traces:
-            grade.annotate(grade.read_lines(kept.path))
+            grade.write_github_annotations(grade.read_lines(kept.path))
     below = _below(lines, baseline, wanted)
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
@@ -154,7 +154,7 @@ def _configured(config: DracoConfig) -> str | None:
     if config.judge.rule_judge.start and not config.judge.self_judge.enabled:
         return RULES
     # The schema's default is used only if the configuration names no judge.
-    return None if names_judge(config) else config.judge.model
+    return None if configures_judge(config) else config.judge.model
 
 
 def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
@@ -171,7 +171,7 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
             raise ConfigError(
                 f"{option}: needs a fixed rubric, because the judge's rubrics differ between groups; add --rubric"
             )
-    typed = typed_keys(wanted.typed)
+    typed = overridden_keys(wanted.typed)
     for option, value, keys in (
         ("--judge", wanted.judge, ("judge.model", "judge.rule_judge.start", "judge.self_judge.enabled")),
         ("--api-base", wanted.api_base, ("judge.api_base",)),
@@ -191,7 +191,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     # `plan` may have replaced a configured rule judge, so its keys are read from the configuration as typed.
     idle = {"algorithm": "when judging traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
-    idle |= judge_idle(settled.config if named else wanted.config)
+    idle |= ineffective_judge_keys(settled.config if named else wanted.config)
     if not wanted.ray:
         pool = ("workers", "max_workers", "idle_seconds", "start_timeout_seconds")
         idle |= dict.fromkeys(("ray", *(f"judge.{key}" for key in pool)), "without --ray")
@@ -217,7 +217,7 @@ def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     known = {lease for members in batches.values() for lease in members.values()}
     if wanted.release:
         console.print(f"${release_unanswered(cache, but=known):.4f} of unanswered requests now count as not billed")
-    elif waiting := {each: most for each, most in read_book(cache).under_way.items() if each not in known}:
+    elif waiting := {each: most for each, most in read_cost_ledger(cache).under_way.items() if each not in known}:
         console.print(
             f"{counted(len(waiting), 'request')} of an earlier process had no answer and may have been billed: "
             f"${math.fsum(waiting.values()):.4f} stay reserved; if the provider did not bill them, add --release"
@@ -237,7 +237,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
             )
     if offline:
         named = wanted.judge == RULES
-        meter = Meter(RuleComplete() if named else configured_rules(wanted.config.judge, wanted.config.seed))
+        meter = MeteredJudge(RuleCompleter() if named else configured_rules(wanted.config.judge, wanted.config.seed))
     else:
         _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted)
         meter = open_judge(settled)
@@ -258,13 +258,13 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
     return kept.finish(time.monotonic() - began)
 
 
-async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: int, *, ray: bool) -> None:
+async def _with_progress(kept: JudgingRun, settled: Plan, meter: MeteredJudge, calls: int, *, ray: bool) -> None:
     saying = asyncio.create_task(_say(kept, meter, calls))
     try:
         if ray and kept.pending():
-            from draco_ray.commands.judge_cluster import pooled
+            from draco_ray.commands.judge_cluster import open_judge_pool
 
-            async with pooled(settled.told, kept, meter) as ask:
+            async with open_judge_pool(settled.told, kept, meter) as ask:
                 await judge_run(settled, meter, kept, ask)
         else:
             await judge_run(settled, meter, kept)
@@ -274,7 +274,7 @@ async def _with_progress(kept: JudgingRun, settled: Plan, meter: Meter, calls: i
             await saying
 
 
-async def _say(kept: JudgingRun, meter: Meter, calls: int) -> None:
+async def _say(kept: JudgingRun, meter: MeteredJudge, calls: int) -> None:
     """A progress bar on a terminal, otherwise an occasional line."""
     began, total = time.monotonic(), len(kept.pending())
     if console.is_terminal:
@@ -287,17 +287,17 @@ async def _say(kept: JudgingRun, meter: Meter, calls: int) -> None:
         console.print(progress_line(meter, calls, time.monotonic() - began, total))
 
 
-def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
+def progress_line(meter: MeteredJudge, calls: int, seconds: float, groups: int) -> str:
     """One line: calls so far and expected, their cost, calls in progress, and the estimated time left."""
     asked = meter.done - meter.replayed
     left = max(calls - meter.done, 0)
-    pace = "" if not asked else f", about {span(seconds * left / asked)} left"
+    pace = "" if not asked else f", about {format_duration(seconds * left / asked)} left"
     waiting = f", {meter.under_way} in progress, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
     failed = f", {meter.failed} failed" if meter.failed else ""
     kept = f" ({meter.replayed} from an earlier process)" if meter.replayed else ""
     return (
         f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {counted(groups, 'group')} in "
-        f"{span(seconds)}, "
+        f"{format_duration(seconds)}, "
         f"${meter.dollars:.4f} so far{waiting}{failed}{pace}{f'; {meter.waits_for}' if meter.waits_for else ''}"
     )
 
@@ -362,8 +362,12 @@ def _asked(judge: JudgeConfig) -> str:
     if judge.model == RULES:
         return "judge: the offline judge, in this process"
     beside = {"jury": judge.jury, "strong": [judge.strong] if judge.strong else [], "fallbacks": judge.fallbacks}
-    others = [f"; {role}: {introduced(other(judge, each))}" for role, members in beside.items() for each in members]
-    where = f"{judge.model}, served on the cluster" if judge.local.enabled else introduced(judge)
+    others = [
+        f"; {role}: {describe_judge(member_config(judge, each))}"
+        for role, members in beside.items()
+        for each in members
+    ]
+    where = f"{judge.model}, served on the cluster" if judge.local.enabled else describe_judge(judge)
     return f"judge: {where}{''.join(others)}"
 
 
@@ -413,15 +417,15 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
             console.print(f"{why}, so there is no pass share to compare")
             return True
         return False
-    console.print(grade.by_criterion(lines))
-    console.print(f"pass share {grade.described(share)}")
+    console.print(grade.criterion_table(lines))
+    console.print(f"pass share {grade.format_pass_share(share)}")
     below = False
     # Rounding must not decide whether the mean of 1, 0.4 and 1 reaches 0.8.
     if wanted.fail_under is not None and share.mean < wanted.fail_under - ROUNDING:
         console.print(f"pass share {share.mean:.1%} is below --fail-under {wanted.fail_under:g}")
         below = True
     if baseline is not None:
-        change = grade.difference(lines, baseline)
+        change = grade.baseline_difference(lines, baseline)
         one = "no interval, because there is only one task"
         limits = one if math.isinf(change.low) else f"[{100 * change.low:+z.1f}, {100 * change.high:+z.1f}]"
         console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}")

@@ -22,10 +22,10 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import JudgePool, judge_starter
 from draco_ray.traces.judging import Ask, environment_facts
-from draco_ray.traces.keeping import JudgingRun
-from draco_ray.traces.library import Meter
+from draco_ray.traces.judging_run import JudgingRun
+from draco_ray.traces.library import MeteredJudge
 from draco_ray.training.cluster import release_start_lock
-from draco_ray.training.session import plain_errors, ray_session
+from draco_ray.training.session import ray_session, unwrap_ray_errors
 
 FACTS_FROM = 8
 """The environment's facts are taken from the traces of this many groups, the first ones."""
@@ -36,7 +36,7 @@ LOOK_SECONDS = 2.0
 class PooledJudge:
     """Sends judge phases to the workers of a pool, and counts their calls."""
 
-    def __init__(self, pool: JudgePool, meter: Meter) -> None:
+    def __init__(self, pool: JudgePool, meter: MeteredJudge) -> None:
         self._pool, self._meter = pool, meter
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
@@ -48,7 +48,7 @@ class PooledJudge:
         number = next(self._meter.numbers)
         self._meter.begun[number] = time.monotonic()
         try:
-            with plain_errors():
+            with unwrap_ray_errors():
                 judgement = await self._pool.ask(phase, context, **given)
                 archived = await judgement.archived
         finally:
@@ -67,7 +67,7 @@ def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
     return judge.model_copy(update={"environment_facts": environment_facts(traces)})
 
 
-async def _say_what_loads(servers: Any, meter: Meter) -> None:
+async def _say_what_loads(servers: Any, meter: MeteredJudge) -> None:
     while True:
         with suppress(ray.exceptions.RayError):
             meter.waits_for = "; ".join(await servers.pending.remote())
@@ -75,7 +75,7 @@ async def _say_what_loads(servers: Any, meter: Meter) -> None:
 
 
 @asynccontextmanager
-async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIterator[Ask]:
+async def open_judge_pool(config: DracoConfig, kept: JudgingRun, meter: MeteredJudge) -> AsyncIterator[Ask]:
     """A pool of judge workers for as long as the block runs, on the cluster of ``ray.address`` or this machine.
 
     Raises:
@@ -102,7 +102,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         pool.open()
         saying = None if local is None else asyncio.create_task(_say_what_loads(local, meter))
         try:
-            with plain_errors():
+            with unwrap_ray_errors():
                 await pool.ready()
                 release_start_lock()
                 yield PooledJudge(pool, meter).ask

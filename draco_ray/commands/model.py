@@ -16,10 +16,10 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.config.machine import cores, thread_environment
+from draco_ray.config.machine import cores, thread_env_vars
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
-from draco_ray.extras import need
+from draco_ray.extras import require_package
 from draco_ray.temp_dirs import PrivateTempDir
 
 
@@ -82,7 +82,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
     if folder.exists():
         raise ConfigError(f"{folder}: already exists; remove it or choose another folder")
     for package in ("torch", "transformers"):
-        need(package)
+        require_package(package)
     model = MODELS[name]
     say(f"{name}: {model.about}")
     try:
@@ -100,7 +100,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
                 [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
                 env={
                     **os.environ,
-                    **thread_environment(cores()),
+                    **thread_env_vars(cores()),
                     "PYTHONPATH": os.pathsep.join(paths),
                 },
                 stderr=subprocess.PIPE,

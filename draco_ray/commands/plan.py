@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_config import check_heads, check_rounding
+from draco_ray.engine.model_config import check_heads, check_moe_quantization
 from draco_ray.engine.vllm_engine import check_argument_names
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
@@ -22,20 +22,20 @@ from draco_ray.judging.judge_context import (
 from draco_ray.lab.planning.memory import (
     GIB,
     EngineMemory,
-    Item,
     LearnerMemory,
+    MemoryItem,
     engine_memory,
     exchanged_bytes,
     is_sharded,
+    learner_available_bytes,
     learner_memory,
-    learner_room,
     sequence_tokens,
     total,
 )
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import console, counted
-from draco_ray.training.sizes import PROCESSES_BYTES, address_of, context_problems, with_checkpointing
+from draco_ray.training.sizes import PROCESSES_BYTES, context_problems, ray_address, with_gradient_checkpointing
 
 MOMENTS = {
     "forward": "during the LM head's forward pass",
@@ -59,15 +59,15 @@ def plan(config: DracoConfig, *, gpu_memory_gib: float, model_config: Path | Non
         known, or vLLM does not know a name in `engine.vllm`.
     """
     check_argument_names(config.engine.vllm)
-    config = with_checkpointing(config)
+    config = with_gradient_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
-    check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)
+    check_moe_quantization(config.learner, config.model.path, mixture=shape.experts is not None)
     gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)
     learner_on_gpu, engine_on_gpu = config.learner.gpus_per_worker > 0, config.engine.gpus_per_engine > 0
-    room = learner_room(config, gpu, reserved)
+    room = learner_available_bytes(config, gpu, reserved)
     _print_model(config, shape)
     _print_learner(config, shape, learner, room if learner_on_gpu else None)
     _print_engine(config, engine)
@@ -83,7 +83,7 @@ def plan(config: DracoConfig, *, gpu_memory_gib: float, model_config: Path | Non
         console.print(f"self-judge: {context.shows}; longest request: {context}")
     problems = context_problems(config, model_positions(config.model.path, model_config))
     problems += memory_problems(config, shape, gpu, reserved)
-    if address_of(config) is None and not (learner_on_gpu and engine_on_gpu):
+    if ray_address(config) is None and not (learner_on_gpu and engine_on_gpu):
         problems += host_problems(config, shape)
     if problems:
         raise ConfigError("; ".join(problems))
@@ -101,14 +101,14 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
         reserved: the part of it for one process's CUDA context, bytes.
     """
     learner, engine = learner_memory(config, shape), engine_memory(config, shape, gpu, reserved)
-    room, problems = learner_room(config, gpu, reserved), []
+    room, problems = learner_available_bytes(config, gpu, reserved), []
     if config.learner.gpus_per_worker > 0 and learner.peak > room:
         problems.append(learner_problem(config, shape, learner, room, gpu / GIB))
     resting = total(learner.resident) + reserved
     if engine.sequences < 1:
         problems.append(engine_problem(config, engine, gpu / GIB))
     elif config.engine.gpus_per_engine > 0:
-        problem = room_problem(config, shape, engine, gpu, reserved, resting)
+        problem = gpu_sharing_problem(config, shape, engine, gpu, reserved, resting)
         problems += [] if problem is None else [problem]
     return problems
 
@@ -133,20 +133,20 @@ def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
     return PROCESSES_BYTES + total(_host_items(config, shape))
 
 
-def _host_items(config: DracoConfig, shape: ModelShape) -> list[Item]:
+def _host_items(config: DracoConfig, shape: ModelShape) -> list[MemoryItem]:
     """Memory of this machine by kind, over all engines and learner workers; without Ray's processes."""
     learner, engine = config.learner, config.engine
-    items = [Item("Ray's object store", (config.ray.object_store_mib or 0) << 20, "ray.object_store_mib")]
+    items = [MemoryItem("Ray's object store", (config.ray.object_store_mib or 0) << 20, "ray.object_store_mib")]
     if learner.gpus_per_worker == 0:
         items += [_times(learner.workers, item) for item in learner_memory(config, shape).peak_items]
     if engine.gpus_per_engine == 0:
         memory = engine_memory(config, shape, 0, 0)
-        cache = Item("KV cache", memory.kv_cache, "engine.kv_cache_gib")
+        cache = MemoryItem("KV cache", memory.kv_cache, "engine.kv_cache_gib")
         items += [_times(engine.engines, item) for item in (*memory.items, cache)]
     return items
 
 
-def _times(number: int, item: Item) -> Item:
+def _times(number: int, item: MemoryItem) -> MemoryItem:
     return replace(item, bytes=number * item.bytes)
 
 
@@ -220,7 +220,7 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
     )
 
 
-def room_problem(
+def gpu_sharing_problem(
     config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
 ) -> str | None:
     """Why an engine does not fit on a GPU that it shares with other processes, and what to change; None if it fits.

@@ -25,12 +25,12 @@ from draco_ray.lab.analysis.judges import (
     OWN,
     POLICY,
     NamedJudge,
-    asked,
     folder_name,
     judge_config,
-    open_complete,
+    judge_description,
+    open_completer,
 )
-from draco_ray.lab.analysis.pairing import third_model
+from draco_ray.lab.analysis.pairing import make_pairing_judge
 from draco_ray.lab.analysis.replay import (
     PHASES,
     ArchivedCall,
@@ -44,7 +44,7 @@ from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 from draco_ray.lab.rows import grouped, mean
 from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
@@ -62,7 +62,7 @@ def replay_algorithm(
     run = open_run(directory, steps)
     for name in rules or ():
         find_rule(name, run.setting("algorithm.reliability"))
-    folder = check_folder(out or run.path / REPLAYS)
+    folder = create_output_folder(out or run.path / REPLAYS)
     table = replay_rules(run, rules, steps)
     if not table.num_rows:
         raise ConfigError(
@@ -108,7 +108,7 @@ def replay_judge(
     rubric = None if static_rubric is None else load_static_rubric(static_rubric)
     if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
-    folder = check_folder(out or run.path / REPLAYS)
+    folder = create_output_folder(out or run.path / REPLAYS)
     replayed = _Replay(run, judge.model, own, judge_config(own, judge, folder / "judge_cache"), folder)
     found: list[Path] = []
     if calls:
@@ -160,7 +160,7 @@ class _Replay:
 
     def __post_init__(self) -> None:
         self._seed: int = self._run.setting("seed")
-        self._asked = asked(self._judge, self._config)
+        self._asked = judge_description(self._judge, self._config)
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
         """Print and write the agreement of verdicts and citations, and the training signal that would be lost."""
@@ -188,9 +188,9 @@ class _Replay:
         """Print and write the overlap of the two judges' criteria, paired by the third model."""
         console.print(
             f"sending {len(calls)} archived prompts to {self._asked}; criteria are paired by "
-            f"{asked(third.model, third)}"
+            f"{judge_description(third.model, third)}"
         )
-        model = third_model(open_complete(third, self._seed), third)
+        model = make_pairing_judge(open_completer(third, self._seed), third)
         compared = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -233,7 +233,7 @@ class _Replay:
         async def asked() -> pa.Table:
             # A new client each time: locks of the previous one belong to a closed event loop.
             if self._judge != POLICY:
-                return await ask(open_complete(config, self._seed), wanted)
+                return await ask(open_completer(config, self._seed), wanted)
             # `judges_own_config` has already checked --trust.
             trusted = load_config(str(self._run.path), trust=True)
             async with open_checkpoints(trusted, self._run, wanted) as policy:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.tables import write_tables
-from draco_ray.lab.files import check_folder
+from draco_ray.lab.files import create_output_folder
 from draco_ray.lab.report.figures import write_figures
 from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 
 
-def write(
+def write_reports(
     directories: Sequence[Path], *, figures: bool, tables: bool, tokens: bool = False, out: Path | None
 ) -> list[Path]:
     """Write the page of one run, or figures and tables of one or several; returns the files.
@@ -41,9 +41,9 @@ def write(
         return [page]
     written = []
     if figures:
-        written += write_figures(runs, check_folder(out or runs[0].path / "figures"))
+        written += write_figures(runs, create_output_folder(out or runs[0].path / "figures"))
     if tables:
-        written += write_tables(runs, check_folder(out or runs[0].path / "tidy"))
+        written += write_tables(runs, create_output_folder(out or runs[0].path / "tidy"))
     return written
 
 

@@ -12,8 +12,8 @@ from draco_ray.config.machine import cores, set_threads
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
-from draco_ray.extras import need
-from draco_ray.judging.outage import span
+from draco_ray.extras import require_package
+from draco_ray.judging.outage import format_duration
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import console
@@ -26,8 +26,8 @@ OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_
 """Keys of ``learner`` that only affect training with rewards."""
 
 
-def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
-    """Keys in the sections of `READ` that have no effect; see `draco_ray.config.effect.check_effect`."""
+def ineffective_sft_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
+    """Keys in the sections of `READ` that have no effect; see `draco_ray.config.ineffective_keys.check_effective`."""
     if new:
         return dict.fromkeys(("model", "learner"), "with --new")
     idle = {f"learner.{key}": "in supervised fine-tuning" for key in OF_ROLLOUTS}
@@ -51,7 +51,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
     threads = os.environ.get("OMP_NUM_THREADS", "")
     set_threads(int(threads) if threads.isdigit() else cores())
     for package in ("torch", "transformers"):
-        need(package)
+        require_package(package)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out}: already exists; choose another --out")
     if new and source.is_dir():
@@ -74,7 +74,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
 
 
 def _adapted(config: DracoConfig, source: Path, out: Path, epochs: int, best: int) -> tuple[int, float]:
-    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.chat import ChatTokenizer
     from draco_ray.engine.model_directory import load_tokenizer
     from draco_ray.training.demonstrations import best_rollouts
     from draco_ray.training.demonstrations import fine_tune as train
@@ -93,7 +93,9 @@ def _adapted(config: DracoConfig, source: Path, out: Path, epochs: int, best: in
         samples: Sequence[Any] = chosen.samples
         console.print(f"selected {chosen.rollouts} of {chosen.seen} rollouts, from {chosen.tasks} tasks")
     else:
-        chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
+        chat = ChatTokenizer(
+            load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking
+        )
         samples = _samples(config, source, chat)
     samples = _fitting(config, samples)
     loss = train(config, samples, out, epochs=epochs, on_update=_progress())
@@ -104,7 +106,7 @@ def _new_model(config: DracoConfig, source: Path, out: Path, epochs: int, best: 
     """Train a stand-in for a pretrained model in the same way as the sandbox's starter policy."""
     from transformers.utils import logging
 
-    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.chat import ChatTokenizer
     from draco_ray.sandbox.starter.demonstrations import Example
     from draco_ray.sandbox.starter.settings import StarterSettings
     from draco_ray.sandbox.starter.tokenizer import train_tokenizer
@@ -113,11 +115,11 @@ def _new_model(config: DracoConfig, source: Path, out: Path, epochs: int, best: 
     agent = config.agent
     settings = StarterSettings(epochs=epochs, positions=agent.max_prompt_length + agent.max_response_length)
     # Any tokenizer can render the demonstrations as text.
-    speller = ChatTokens(train_tokenizer([], 300, settings.positions), thinking=agent.thinking)
+    speller = ChatTokenizer(train_tokenizer([], 300, settings.positions), thinking=agent.thinking)
     samples = _samples(config, source, speller)
     texts = (speller.tokenizer.decode(sample.token_ids_T.tolist(), skip_special_tokens=True) for sample in samples)
     tokenizer = train_tokenizer(texts, settings.vocabulary, settings.positions)
-    samples = _fitting(config, _samples(config, source, ChatTokens(tokenizer, thinking=agent.thinking)))
+    samples = _fitting(config, _samples(config, source, ChatTokenizer(tokenizer, thinking=agent.thinking)))
     examples = [
         Example(token_ids=tuple(each.token_ids_T.tolist()), sampled=tuple(each.loss_mask_T.tolist()))
         for each in samples
@@ -145,9 +147,9 @@ def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
 
 def _fitting(config: DracoConfig, samples: Sequence[Any]) -> list[Any]:
     """Drop samples that are longer than a rollout can be, and print their number."""
-    from draco_ray.training.demonstrations import fitting
+    from draco_ray.training.demonstrations import filter_by_length
 
-    kept, said = fitting(samples, config.agent)
+    kept, said = filter_by_length(samples, config.agent)
     if said is not None:
         console.print(said)
     return kept
@@ -163,7 +165,7 @@ def _progress() -> Callable[[int, int, float], None]:
         now = time.monotonic()
         if done in (1, total) or now - printed >= PROGRESS_SECONDS:
             printed = now
-            left = span((total - done) * (now - began) / done)
+            left = format_duration((total - done) * (now - began) / done)
             console.print(f"sft: update {done}/{total}, {loss:.3f} nats per token, about {left} left")
 
     return tell

@@ -14,7 +14,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.simulation import scaling
 from draco_ray.lab.simulation.recorded import RecordedRun, Step, read_run
-from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.lab.simulation.step import SimulatedStep, Speeds
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import console
@@ -46,7 +46,7 @@ def simulate_run(
     # Resolved, so that the printed name is the directory's own even for ".".
     run = read_run(RunDirectory.open(directory.resolve()))
     changed = {name: value for name, value in setting.items() if value is not None}
-    speeds = fit(run.steps, run)
+    speeds = fit_speeds(run.steps, run)
     _print_speeds(run, speeds)
     _print_predictions(scaling.predict(run, seed), "each predicted from the speeds of the others")
     if other is not None:
@@ -59,8 +59,8 @@ def simulate_run(
     sizes = []
     for size in sorted(rollouts or scaling.SIZES):
         with console.status(f"simulating {size:,} rollouts"):
-            settings = replace(run.setting, **changed), scaling.grown_setting(run, size)
-            sizes.append([scaling.size_of(run, setting, speeds, size, seed) for setting in settings])
+            settings = replace(run.setting, **changed), scaling.scale_resources(run, size)
+            sizes.append([scaling.simulate_size(run, setting, speeds, size, seed) for setting in settings])
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
         f"\nother sizes, with the run's settings{' except ' + said if said else ''}; and scaled: slots, engines, "
@@ -89,23 +89,23 @@ def _print_throughput(
     # A row is printed as soon as it is known: large ones take minutes.
     console.print("  ".join(("GPUs", "engines", *(f"staleness {ahead:<2}" for ahead in staleness))))
     for gpus in scaling.GPUS:
-        setting = scaling.on_gpus(run, replace(run.setting, **changed), gpus)
+        setting = scaling.scale_to_gpus(run, replace(run.setting, **changed), gpus)
         with console.status(f"simulating {gpus} GPUs"):
             rates = [scaling.throughput(run, replace(setting, staleness=n), speeds, rollouts, seed) for n in staleness]
         console.print("  ".join((f"{gpus:4}", f"{setting.engines:7}", *(f"{rate:12,.0f}" for rate in rates))))
 
 
-def _column(as_set: scaling.Size, scaled: scaling.Size) -> dict[str, str]:
+def _column(as_set: scaling.SimulatedSize, scaled: scaling.SimulatedSize) -> dict[str, str]:
     grown = scaled.setting
     limits = [f"{n:,.0f}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
     return {
         "rollouts per step": f"{as_set.rollouts:,}",
         "judge": f"${as_set.dollars:,.2f}",
         "step, run's settings": f"{as_set.step.seconds:,.0f} s",
-        "bottleneck": scaling.stalled_by(as_set.step) or "nothing",
+        "bottleneck": scaling.find_bottleneck(as_set.step) or "nothing",
         "GPU-hours": f"{as_set.gpu_hours:,.2f}",
         "step, scaled": f"{scaled.step.seconds:,.0f} s",
-        "bottleneck, scaled": scaling.stalled_by(scaled.step) or "nothing",
+        "bottleneck, scaled": scaling.find_bottleneck(scaled.step) or "nothing",
         "GPU-hours, scaled": f"{scaled.gpu_hours:,.2f}",
         **{name: f"{getattr(grown, name):,}" for name in ("engines", "slots")},
         "learner workers": f"× {grown.learners:,.0f}",
@@ -142,9 +142,9 @@ def _print_predictions(predictions: Sequence[tuple[Step, SimulatedStep]], how: s
     for step, simulated in predictions:
         console.print(
             f"step {step.number}: recorded {step.seconds:.1f} s, simulated {simulated.seconds:.1f} s "
-            f"({scaling.error(step, simulated):+.1%}): {_path(simulated.path)}"
+            f"({scaling.relative_error(step, simulated):+.1%}): {_path(simulated.path)}"
         )
-    console.print(f"median error {statistics.median(abs(scaling.error(*each)) for each in predictions):.1%}")
+    console.print(f"median error {statistics.median(abs(scaling.relative_error(*each)) for each in predictions):.1%}")
 
 
 def _path(path: Mapping[str, float]) -> str:

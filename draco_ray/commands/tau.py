@@ -12,7 +12,7 @@ import typer
 
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.commands.groups.options import Commands, Overrides, Trust
-from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+from draco_ray.lab.evaluation.rendering import ShownUncertainty, TableFormat
 
 if TYPE_CHECKING:
     from draco_ray.commands.evaluate import EvaluateOptions
@@ -23,7 +23,7 @@ tau = Commands(no_args_is_help=True, help="tau-bench banking, run by tau2-bench 
 
 Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run directory: the policy's configuration.")]
 Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
-Beside = Annotated[Shown, typer.Option("--show", help="What to print beside a mean.")]
+Beside = Annotated[ShownUncertainty, typer.Option("--show", help="What to print beside a mean.")]
 
 READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")
 """The sections of a configuration that tau-bench reads."""
@@ -39,7 +39,7 @@ def run(
     label: str | None = None,
     retry_errors: bool = False,
     form: Form = TableFormat.TEXT,
-    show: Beside = Shown.NOTHING,
+    show: Beside = ShownUncertainty.NOTHING,
     trust: Trust = False,
 ) -> None:
     """Serve the policy, run tau2-bench on it, and print the tables.
@@ -58,7 +58,7 @@ def run(
     log_messages()
     resolved = load_config(config, overrides or [], trust=trust)
     policies = [find_policy(name, resolved) for name in policy]
-    check_typed(overrides or [], resolved, [each.api for each in policies])
+    check_overrides(overrides or [], resolved, [each.api for each in policies])
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
     tables([str(out)], form=form, show=show)
 
@@ -72,10 +72,10 @@ def check(
 ) -> None:
     """Print which tau2-bench would be run, or what is missing."""
     from draco_ray.benchmarks.tau.tau2_process import find_tau2
-    from draco_ray.config.effect import check_effect
+    from draco_ray.config.ineffective_keys import check_effective
     from draco_ray.config.load import load_config
 
-    check_effect("draco tau check", overrides or [], ("tau_bench",), {})
+    check_effective("draco tau check", overrides or [], ("tau_bench",), {})
     found = find_tau2(TauBenchConfig.of(load_config(config, overrides or [], trust=trust)))
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
 
@@ -85,7 +85,7 @@ def tables(
     directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR")],
     *,
     form: Form = TableFormat.TEXT,
-    show: Beside = Shown.NOTHING,
+    show: Beside = ShownUncertainty.NOTHING,
 ) -> None:
     """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations.
 
@@ -131,7 +131,7 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
     return policy, config.updated(tau_bench={"trials": trials, "agent": agent})
 
 
-def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool]) -> None:
+def check_overrides(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool]) -> None:
     """Refuse overrides that have no effect on these policies. Raises: ConfigError.
 
     Args:
@@ -140,7 +140,7 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
         api: for each policy whether it is an API model.
     """
     from draco_ray.benchmarks.tau.tau2_process import DENSE_RETRIEVAL
-    from draco_ray.config.effect import check_effect
+    from draco_ray.config.ineffective_keys import check_effective
 
     idle = dict.fromkeys(("judge", "agent", "data"), "in tau-bench evaluations")
     idle |= dict.fromkeys(("judge.prices", "agent.thinking", "data.root"), "")
@@ -154,7 +154,7 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
         idle |= dict.fromkeys(
             ("tau_bench.agent.api_base", "tau_bench.agent.api_key_env"), "for a policy that is served here"
         )
-    check_effect("tau-bench", overrides, READ, idle)
+    check_effective("tau-bench", overrides, READ, idle)
 
 
 def log_messages() -> None:

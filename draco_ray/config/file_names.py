@@ -10,7 +10,7 @@ MAX_BYTES = 200
 """Maximum length of a name; file systems allow 255 bytes, and suffixes need room."""
 
 
-def file_name(text: str) -> str:
+def validate_file_name(text: str) -> str:
     """``text``, if it is a plain name of a file or folder.
 
     Raises:
@@ -23,5 +23,5 @@ def file_name(text: str) -> str:
     return text
 
 
-FileName = Annotated[str, AfterValidator(file_name)]
+FileName = Annotated[str, AfterValidator(validate_file_name)]
 """A configured name of a file or folder."""

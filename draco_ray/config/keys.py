@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from draco_ray.config import plain_yaml
-from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.config.schema import ConfigSection, DracoConfig
 
 _WORDS = {str: "text", int: "integer", float: "number", bool: "true | false", Path: "path", type(None): "null"}
 _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
@@ -34,14 +34,16 @@ class Key:
     meaning: str
 
 
-def subtree(field: FieldInfo) -> type[Tree] | None:
+def subtree(field: FieldInfo) -> type[ConfigSection] | None:
     """The part of the configuration below a field; None if the field is a leaf."""
     # A section outside the core is declared as a Tree; its default value has the section's own class.
-    annotation = type(field.get_default(call_default_factory=True)) if field.annotation is Tree else field.annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, Tree) else None
+    annotation = (
+        type(field.get_default(call_default_factory=True)) if field.annotation is ConfigSection else field.annotation
+    )
+    return annotation if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else None
 
 
-def leaves(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def leaves(model: type[ConfigSection] = DracoConfig, prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every leaf key of the configuration, dotted, with its field, in order of declaration."""
     for name, field in model.model_fields.items():
         if (below := subtree(field)) is None:
@@ -55,7 +57,7 @@ def dotted_keys() -> list[str]:
     return [key for key, _ in leaves()]
 
 
-def value_of(config: Tree, key: str) -> Any:
+def value_of(config: ConfigSection, key: str) -> Any:
     """The value of a dotted key."""
     return functools.reduce(getattr, key.split("."), config)
 
@@ -76,14 +78,14 @@ def described_keys(config: DracoConfig) -> Iterator[Key]:
         path = key.split(".")
         yield Key(
             name=key,
-            kind=kind(field),
+            kind=describe_allowed_values(field),
             value=_yaml(functools.reduce(operator.getitem, path, values)),
             default=_yaml(functools.reduce(operator.getitem, path, defaults)),
             meaning=" ".join((field.description or "").split()),
         )
 
 
-def kind(field: FieldInfo) -> str:
+def describe_allowed_values(field: FieldInfo) -> str:
     """Allowed values of a field in words."""
     bounds = [
         f"{sign} {getattr(bound, name)}"
@@ -110,7 +112,7 @@ def _words(annotation: Any) -> str:
         return f"mapping to {_words(parts[1])}"
     if annotation in _WORDS:
         return _WORDS[annotation]
-    return "mapping" if isinstance(annotation, type) and issubclass(annotation, Tree) else "anything"
+    return "mapping" if isinstance(annotation, type) and issubclass(annotation, ConfigSection) else "anything"
 
 
 def _yaml(value: Any) -> str:

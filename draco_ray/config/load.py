@@ -23,9 +23,9 @@ import yaml
 from pydantic import ValidationError
 
 from draco_ray.config import plain_yaml
+from draco_ray.config.config_signature import config_edit_problem, is_ours, is_run_directory
 from draco_ray.config.keys import dotted_keys, leaves, subtree, value_of
 from draco_ray.config.machine import cpu_values
-from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.plans import with_plan
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
@@ -155,7 +155,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
         tree.pop("argument", None)
     run = path if path.name == CONFIG_FILE else real
     of_run = Path(source).is_dir() or any(map(is_run_directory, (path.parent, *real.parents)))
-    if of_run and run.name == CONFIG_FILE and (problem := changed(run.parent, text)) is not None:
+    if of_run and run.name == CONFIG_FILE and (problem := config_edit_problem(run.parent, text)) is not None:
         raise ConfigError(f"config {path}: changed since the run wrote it: {problem}")
     ours = run.name == CONFIG_FILE and is_ours(run.parent, text)
     theirs = not ours and (of_run or named_by_theirs) and real.parent != PRESETS
@@ -239,7 +239,7 @@ def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mappi
 def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
     foreign: dict[str, Path] = {}
     for layer in layers:
-        for key in confirmed_keys():
+        for key in keys_needing_confirmation():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
             # Mappings are merged, so another user's mapping keeps its other keys.
@@ -247,7 +247,7 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
                 foreign.pop(key, None)
             if layer.theirs is not None:
                 foreign[key] = layer.theirs
-    default, marks = DracoConfig(), confirmed_keys()
+    default, marks = DracoConfig(), keys_needing_confirmation()
     named = {
         f"{key}={value}": path
         for key, path in foreign.items()
@@ -345,7 +345,7 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 @functools.cache
-def confirmed_keys() -> dict[str, str]:
+def keys_needing_confirmation() -> dict[str, str]:
     """Dotted keys that need confirmation if they come from another user's run directory -> the text that marks a value
     as needing it."""
     marks = {key: field.json_schema_extra for key, field in leaves()}

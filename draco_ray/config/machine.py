@@ -64,7 +64,7 @@ def has_bfloat16() -> bool:
     return False
 
 
-def thread_environment(cpus: float) -> dict[str, str]:
+def thread_env_vars(cpus: float) -> dict[str, str]:
     """Environment variables for a process that computes on ``cpus`` cores, at least one.
 
     Unless OMP_WAIT_POLICY is set, its threads sleep while waiting for each other; spinning is ten times slower on a
@@ -77,8 +77,8 @@ def thread_environment(cpus: float) -> dict[str, str]:
 
 
 def set_threads(cpus: float) -> None:
-    """Apply `thread_environment` to this process; call it before PyTorch is imported, which reads it only once."""
-    os.environ.update(thread_environment(cpus))
+    """Apply `thread_env_vars` to this process; call it before PyTorch is imported, which reads it only once."""
+    os.environ.update(thread_env_vars(cpus))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(1, int(cpus)))
 

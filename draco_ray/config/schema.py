@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from draco_ray.config.file_names import FileName
 from draco_ray.config.plans import with_plan
 from draco_ray.config.vllm_arguments import argument_problem
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
 """Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write:
@@ -47,7 +47,7 @@ Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRM
 """A part by name; see `draco_ray.registry`."""
 
 
-class Tree(BaseModel):
+class ConfigSection(BaseModel):
     """A node of the configuration: unknown keys are errors, values are frozen, docstrings are the help."""
 
     model_config = ConfigDict(
@@ -67,7 +67,7 @@ def _takes_truth(annotation: Any) -> bool:
     return annotation in (bool, Any, object) or any(map(_takes_truth, get_args(annotation)))
 
 
-class DataConfig(Tree):
+class DataConfig(ConfigSection):
     """Where tasks come from and in which order they are trained on."""
 
     root: Path = Path("data/appworld")
@@ -81,7 +81,7 @@ class DataConfig(Tree):
     """Evaluate only this many tasks, the first of the split; null: all."""
 
 
-class ModelConfig(Tree):
+class ModelConfig(ConfigSection):
     """The policy's frozen base model."""
 
     path: str = "Qwen/Qwen3.6-27B"
@@ -93,7 +93,7 @@ class ModelConfig(Tree):
     """Data type of the frozen base; the adapter is always float32 in the learner."""
 
 
-class AgentConfig(Tree):
+class AgentConfig(ConfigSection):
     """The agent's loop and its limits."""
 
     use: Part = "code"
@@ -144,7 +144,7 @@ class AgentConfig(Tree):
     the paper, and a step for all others."""
 
 
-class EnvironmentConfig(Tree):
+class EnvironmentConfig(ConfigSection):
     """Where tasks are done, one at a time in each slot."""
 
     use: Part = "appworld"
@@ -210,7 +210,7 @@ class EnvironmentConfig(Tree):
         return self
 
 
-class EngineConfig(Tree):
+class EngineConfig(ConfigSection):
     """Policy engines (vLLM)."""
 
     engines: int = Field(1, ge=1)
@@ -284,7 +284,7 @@ class EngineConfig(Tree):
         return arguments
 
 
-class Rates(Tree):
+class TokenPrices(ConfigSection):
     """Dollars per million tokens."""
 
     input: float = Field(ge=0)
@@ -295,13 +295,13 @@ class Rates(Tree):
     output: float = Field(ge=0)
 
 
-class PriceTier(Rates):
+class PriceTier(TokenPrices):
     """Rates of requests with an input of more than ``above`` tokens; for all of their tokens."""
 
     above: int = Field(ge=0)
 
 
-class Price(Rates):
+class Price(TokenPrices):
     """Rates of a model."""
 
     tiers: tuple[PriceTier, ...] = ()
@@ -341,7 +341,7 @@ def provider_key(model: str) -> str:
     return f"{provider.upper() if slash else 'OPENAI'}_API_KEY"
 
 
-class RuleJudgeConfig(Tree):
+class RuleJudgeConfig(ConfigSection):
     """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
 
     start: bool = False
@@ -361,7 +361,7 @@ class RuleJudgeConfig(Tree):
     """Share of criteria omitted by stage 1 and stage 2."""
 
 
-class SelfJudgeConfig(Tree):
+class SelfJudgeConfig(ConfigSection):
     """The trained policy as its own judge (Section "Ablations", "Self-judge")."""
 
     enabled: bool = False
@@ -373,7 +373,7 @@ class SelfJudgeConfig(Tree):
     of a group of full-length rollouts (`draco plan` prints it). Longer prompts are cut."""
 
 
-class LocalJudgeConfig(Tree):
+class LocalJudgeConfig(ConfigSection):
     """The judge model on the run's own cluster: vLLM servers, scaled with the number of calls (docs/cluster.md)."""
 
     enabled: bool = False
@@ -409,7 +409,7 @@ class LocalJudgeConfig(Tree):
     """Other arguments of ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
 
-class JudgeLimits(Tree):
+class JudgeLimits(ConfigSection):
     """Limits of all judge workers together; null: no limit."""
 
     requests_per_minute: float | None = Field(None, ge=1)
@@ -421,7 +421,7 @@ class JudgeLimits(Tree):
     can be resumed. A request that may have been billed without a reply or usage counts with its maximum cost."""
 
 
-class OtherJudgeConfig(Tree):
+class OtherJudgeConfig(ConfigSection):
     """An additional judge; other settings are those of the main judge."""
 
     model: Model
@@ -448,7 +448,7 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
         return self
 
 
-class JudgeConfig(Tree):
+class JudgeConfig(ConfigSection):
     """The judge: any LiteLLM model, or the policy itself."""
 
     rule_judge: RuleJudgeConfig = RuleJudgeConfig()
@@ -591,7 +591,7 @@ class JudgeConfig(Tree):
         return self
 
 
-class AlgorithmConfig(Tree):
+class AlgorithmConfig(ConfigSection):
     """The reward, and how advantages are computed from it."""
 
     group_size: int = Field(6, ge=2)
@@ -635,7 +635,7 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 MaskLevel = Literal["token", "sequence", "geometric", "any_token"]
 
 
-class LearnerConfig(Tree):
+class LearnerConfig(ConfigSection):
     """The learner; the built-in one does GRPO on a LoRA adapter."""
 
     use: Part = "ray_lora"
@@ -743,7 +743,7 @@ class LearnerConfig(Tree):
         return self
 
 
-class TrainConfig(Tree):
+class TrainConfig(ConfigSection):
     """The outer loop."""
 
     prompts_per_step: int = Field(16, ge=1)
@@ -785,7 +785,7 @@ class TrainConfig(Tree):
         return self
 
 
-class WatchConfig(Tree):
+class WatchConfig(ConfigSection):
     """When an unattended run prints messages, and when it stops; a stopped run can be resumed."""
 
     empty_steps: int = Field(1, ge=1)
@@ -810,7 +810,7 @@ StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")]
 """A place in an object store."""
 
 
-class RunConfig(Tree):
+class RunConfig(ConfigSection):
     """The run directory."""
 
     root: Annotated[StoreUrl | Path, Field(union_mode="left_to_right")] = Field(
@@ -833,7 +833,7 @@ class RunConfig(Tree):
         return root
 
 
-class RayConfig(Tree):
+class RayConfig(ConfigSection):
     """How to find Ray."""
 
     address: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
@@ -846,10 +846,10 @@ class RayConfig(Tree):
 
 def _outside(path: str) -> Any:
     """A section of a part outside the core; its class is imported when a configuration is built."""
-    return Field(default_factory=lambda: find("config", path, {})())
+    return Field(default_factory=lambda: find_component("config", path, {})())
 
 
-class DracoConfig(Tree):
+class DracoConfig(ConfigSection):
     """Everything a run needs to know."""
 
     setting: FileName = "draco"
@@ -866,7 +866,7 @@ class DracoConfig(Tree):
     learner: LearnerConfig = LearnerConfig()
     train: TrainConfig = TrainConfig()
     watch: WatchConfig = WatchConfig()
-    tau_bench: SerializeAsAny[Tree] = _outside("draco_ray.benchmarks.tau.config:TauBenchConfig")
+    tau_bench: SerializeAsAny[ConfigSection] = _outside("draco_ray.benchmarks.tau.config:TauBenchConfig")
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()
 

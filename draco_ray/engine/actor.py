@@ -32,12 +32,12 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample
-from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCallReader
 from draco_ray.engine.vllm_engine import VllmEngine, live_adapters
-from draco_ray.errors import ConfigError, EngineAway, EngineError, first_line
+from draco_ray.errors import ConfigError, EngineError, EngineNotReady, first_line
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
 
@@ -50,7 +50,7 @@ def gpu_share(config: EngineConfig) -> float:
     return round(config.gpus_per_engine / config.tensor_parallel, RESOLUTION)
 
 
-def shared_gpus(config: EngineConfig) -> PlacementGroup | None:
+def reserve_gpu_shares(config: EngineConfig) -> PlacementGroup | None:
     """Reserve a fraction of each GPU of one engine, all on one node; None if the actor can request its GPUs itself."""
     if not config.colocate or config.tensor_parallel == 1:
         return None
@@ -91,7 +91,7 @@ def _gpu_ids() -> list[str]:
     return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-class CoreWatch:
+class StallDetector:
     """Detects a stall: no progress over several checks while calls are running.
 
     It counts checks instead of measuring time, because time also passes while this process is suspended.
@@ -168,7 +168,7 @@ class PolicyEngineActor:
         group: PlacementGroup | None = None,
         **given: Any,
     ) -> None:
-        """``group``: see `shared_gpus`; ``given``: more of `VllmEngine`'s arguments."""
+        """``group``: see `reserve_gpu_shares`; ``given``: more of `VllmEngine`'s arguments."""
         start_run_log()
         self._engine = VllmEngine(config, model, **given)
         self._config, self._group = config, group
@@ -179,7 +179,7 @@ class PolicyEngineActor:
         self._starting = asyncio.Lock()
         self._started = asyncio.Event()
         self._serves = False
-        self._watch = CoreWatch(config.stall_seconds, CORE_CHECK_SECONDS)
+        self._watch = StallDetector(config.stall_seconds, CORE_CHECK_SECONDS)
         self._core_watch: asyncio.Task[None] | None = None
 
     @ray.method(max_task_retries=0)
@@ -228,15 +228,15 @@ class PolicyEngineActor:
             return await self._engine.logprobs(token_ids, adapter=adapter)
 
     @ray.method(max_task_retries=0)
-    async def read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
+    async def read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ParsedToolCalls | None:
         """See `draco_ray.engine.sampler.Sampler.read_calls`."""
         return await asyncio.to_thread(self._read_calls, text, tools, parser, thinking)
 
-    def _read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
+    def _read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ParsedToolCalls | None:
         with self._readers_made:
             if (parser, thinking) not in self._readers:
                 tokenizer = load_tokenizer(self._model.path, self._model.chat_template)
-                chat = ChatTokens(tokenizer, thinking=thinking)
+                chat = ChatTokenizer(tokenizer, thinking=thinking)
                 self._readers[parser, thinking] = ToolCallReader(chat, parser)
             reader = self._readers[parser, thinking]
         return reader.read(text, tools, thinking=reader.opens_thinking)
@@ -276,7 +276,7 @@ class PolicyEngineActor:
 
     def _check(self, there: bool) -> None:
         if not there:
-            raise EngineAway("this engine is not ready yet")
+            raise EngineNotReady("this engine is not ready yet")
 
     async def _end_with_core(self) -> None:
         while True:
@@ -316,7 +316,7 @@ def start_policy_engines(
 ) -> list[Any]:
     """One actor handle per configured engine, not started yet; ``staleness``: see `TrainConfig`."""
     remote = ray.remote(PolicyEngineActor)
-    groups = [shared_gpus(config) for _ in range(config.engines)]
+    groups = [reserve_gpu_shares(config) for _ in range(config.engines)]
     return [
         remote.options(
             name=_actor_name(index, run_name),
@@ -364,10 +364,10 @@ class EngineClient:
         sample: Sample = await self._ask("sample", token_ids, max_tokens, **given)
         return sample
 
-    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ParsedToolCalls | None:
         """See `draco_ray.engine.sampler.Sampler.read_calls`."""
         try:
-            use: ToolUse | None = await self._ask("read_calls", text, tools, parser, thinking)
+            use: ParsedToolCalls | None = await self._ask("read_calls", text, tools, parser, thinking)
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ConfigError):
                 raise error.cause from None
@@ -383,7 +383,7 @@ class EngineClient:
                 # Otherwise the engine would go on generating.
                 ray.cancel(asked)
                 raise
-            except (RayActorError, EngineAway) as error:
+            except (RayActorError, EngineNotReady) as error:
                 log.warning(
                     "%s is unavailable, so its request is sent to another engine: %s", self.name, first_line(error)
                 )

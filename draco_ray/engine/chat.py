@@ -29,7 +29,7 @@ UNREADABLE = "unknown"
 """Name of a call that cannot be parsed, for templates that repeat names in results."""
 
 
-class ChatTokens:
+class ChatTokenizer:
     """Produces all token ids of an episode that the policy does not sample."""
 
     def __init__(self, tokenizer: Any, *, thinking: bool) -> None:

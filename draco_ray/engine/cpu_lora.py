@@ -21,7 +21,7 @@ from vllm.v1.sample import rejection_sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 
-class RunwiseLora(PunicaWrapperCPU):
+class SegmentedLora(PunicaWrapperCPU):
     """Adds the adapters' products to a batch's activations in place; tokens without an adapter are unchanged."""
 
     def __init__(
@@ -106,7 +106,7 @@ class CpuWorker(CPUWorker):
 
     def init_device(self) -> None:
         """Replace vLLM's functions and set up the device, before the model is loaded."""
-        current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
+        current_platform.get_punica_wrapper = lambda: f"{__name__}.{SegmentedLora.__qualname__}"
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         unquantized_fused_moe_method.select_unquantized_moe_backend = select_experts
         super().init_device()

@@ -20,7 +20,7 @@ from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.actor import MAX_CALLS, EngineProcess
 from draco_ray.engine.canary import Scorer
 from draco_ray.engine.sampler import EngineStatistics
-from draco_ray.errors import EngineAway, EngineError, first_line
+from draco_ray.errors import EngineError, EngineNotReady, first_line
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable, is_temporary
 
@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.05
 """Interval at which a caller looks whether enough engines are up, or one is lost for good."""
 STATISTICS_SECONDS = 2.0
 """Timeout for the statistics of an engine."""
-AWAY = (RayActorError, EngineAway)
+AWAY = (RayActorError, EngineNotReady)
 """Errors of calls to an engine that is lost, or whose new process has not loaded the model yet."""
 
 
@@ -209,7 +209,7 @@ class EngineFleet:
         try:
             await self._bring_up_unless_away(index)
         except Exception as error:
-            if isinstance(error, EngineAway) or (isinstance(error, RayActorError) and is_temporary(error)):
+            if isinstance(error, EngineNotReady) or (isinstance(error, RayActorError) and is_temporary(error)):
                 raise WorkerUnavailable(first_line(error)) from error
             self._fail(self._plain(error))
             raise WorkerLost from error

@@ -87,12 +87,12 @@ def expert_family(config: Mapping[str, Any], source: str) -> str | None:
     return family
 
 
-def is_frozen(name: str) -> bool:
+def is_router_or_expert(name: str) -> bool:
     """Whether a linear layer of this name is a router, or an expert."""
     return name.rpartition(".")[2] in ROUTERS or ".experts." in name
 
 
-def frozen_name(target: str, layers: int, experts: int) -> str | None:
+def find_router_or_expert(target: str, layers: int, experts: int) -> str | None:
     """The first router or expert whose name matches a regular expression; None: no match."""
     wanted = re.compile(target)
     groups = ["experts", *(f"experts.{index}" for index in range(experts))]
@@ -101,7 +101,7 @@ def frozen_name(target: str, layers: int, experts: int) -> str | None:
     return next((name for name in names if wanted.fullmatch(name)), None)
 
 
-def build_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+def build_meta_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     """Build a model on torch's meta device, where it takes no memory.
 
     Args:
@@ -143,12 +143,12 @@ def linear_layers(module: Any, *, mixture: bool) -> Iterator[tuple[str, int, int
     from transformers.pytorch_utils import Conv1D
 
     for name, each in module.named_modules():
-        if isinstance(each, Linear | Conv1D) and not (mixture and is_frozen(name)):
+        if isinstance(each, Linear | Conv1D) and not (mixture and is_router_or_expert(name)):
             inputs, outputs = each.weight.shape[::-1] if isinstance(each, Linear) else each.weight.shape
             yield name, inputs, outputs
 
 
-def matching_names(names: Sequence[str], target: str, *, layers: int, experts: int) -> list[str]:
+def lora_module_names(names: Sequence[str], target: str, *, layers: int, experts: int) -> list[str]:
     """The names of linear layers that LoRA adapts.
 
     Args:
@@ -160,7 +160,7 @@ def matching_names(names: Sequence[str], target: str, *, layers: int, experts: i
     """
     if target == "all-linear":
         return list(names)
-    if experts and (frozen := frozen_name(target, layers, experts)) is not None:
+    if experts and (frozen := find_router_or_expert(target, layers, experts)) is not None:
         adaptable = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names)
         raise ConfigError(
             f"learner.lora_target={target!r} matches experts or their router ({frozen}), which stay frozen; expected "
@@ -178,15 +178,15 @@ def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | li
     For a mixture, PEFT's ``all-linear`` would include experts and routers, and PEFT matches a regex only against the
     end of a name.
 
-    Raises: ConfigError, as `expert_family` and `matching_names` do.
+    Raises: ConfigError, as `expert_family` and `lora_module_names` do.
     """
     if expert_family(config, source) is None:
         return target
-    model, text = build_model(config, source)
+    model, text = build_meta_model(config, source)
     head = model.get_output_embeddings()
     names = [name for name, *_ in linear_layers(model, mixture=True) if model.get_submodule(name) is not head]
     _, experts = number_of_experts(config) or ("", 0)
-    return matching_names(names, target, layers=text.num_hidden_layers, experts=experts)
+    return lora_module_names(names, target, layers=text.num_hidden_layers, experts=experts)
 
 
 def check_experts(config: Mapping[str, Any], learner: LearnerConfig, source: str) -> None:
@@ -195,10 +195,10 @@ def check_experts(config: Mapping[str, Any], learner: LearnerConfig, source: str
     Raises: ConfigError.
     """
     lora_target(config, learner.lora_target, source)
-    check_rounding(learner, source, mixture=number_of_experts(config) is not None)
+    check_moe_quantization(learner, source, mixture=number_of_experts(config) is not None)
 
 
-def check_rounding(learner: LearnerConfig, source: str, *, mixture: bool) -> None:
+def check_moe_quantization(learner: LearnerConfig, source: str, *, mixture: bool) -> None:
     """Refuse a mixture of experts in 8 bits. Raises: ConfigError."""
     if mixture and learner.base_precision != "model":
         raise ConfigError(
@@ -208,7 +208,7 @@ def check_rounding(learner: LearnerConfig, source: str, *, mixture: bool) -> Non
         )
 
 
-def engine_targets(config: Mapping[str, Any], source: str) -> list[str] | None:
+def engine_lora_modules(config: Mapping[str, Any], source: str) -> list[str] | None:
     """The last parts of the names of modules that an engine reserves adapter slots for; None: vLLM's default.
 
     Raises: ConfigError: a mixture of experts that cannot be trained here.
@@ -234,7 +234,7 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
             )
 
 
-def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
+def check_tensor_parallel(config: Mapping[str, Any], parallel: int, source: str) -> None:
     """Refuse a model that does not divide by the ``parallel`` GPUs of an engine, by its ``config.json``.
 
     vLLM asserts the same while it loads the model, without a message. If there are fewer key heads than GPUs, they are

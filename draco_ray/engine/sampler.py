@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from draco_ray.engine.tool_calls import ToolUse
+from draco_ray.engine.tool_calls import ParsedToolCalls
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class EngineStatistics:
             self.preemptions += iteration.num_preempted_reqs
 
 
-def collector(into: EngineStatistics) -> type:
+def make_stat_logger_class(into: EngineStatistics) -> type:
     """A class for vLLM's ``stat_loggers`` that adds to ``into``."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -101,7 +101,7 @@ class Sampler(Protocol):
         """Continue ``token_ids`` by at most ``max_tokens`` tokens with the current adapter."""
         ...
 
-    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ParsedToolCalls | None:
         """Parse the tool calls of a turn (`draco_ray.engine.tool_calls.ToolCallReader.read`).
 
         This runs in the engine's process, because vLLM's parsers take ten seconds and 600 MiB to import.

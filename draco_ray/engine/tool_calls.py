@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.errors import ConfigError
 
 _FORMS = {
@@ -42,7 +42,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
+class ParsedToolCalls:
     """The tool use of a turn: at least one call, or why it cannot be parsed."""
 
     text: str
@@ -55,7 +55,7 @@ class ToolUse:
 class ToolCallReader:
     """Parses the calls in turns of a model."""
 
-    def __init__(self, chat: ChatTokens, parser: str | None) -> None:
+    def __init__(self, chat: ChatTokenizer, parser: str | None) -> None:
         """Choose a parser.
 
         Args:
@@ -84,7 +84,7 @@ class ToolCallReader:
         """Whether turns begin inside a ``<think>`` opened by the chat template."""
         self.read("-", "[]", thinking=False)
 
-    def read(self, text: str, tools: str, *, thinking: bool) -> ToolUse | None:
+    def read(self, text: str, tools: str, *, thinking: bool) -> ParsedToolCalls | None:
         """The tool use of a complete turn; None if it has no calls.
 
         Args:
@@ -102,7 +102,7 @@ class ToolCallReader:
         # Some parsers accept a call without its opening mark.
         asked = said[opening.start() if opening else 0 :].strip()
         if not found:
-            return ToolUse(text=asked, problem=f"the call cannot be read in the format of {self._name}")
+            return ParsedToolCalls(text=asked, problem=f"the call cannot be read in the format of {self._name}")
         calls = []
         for name, arguments in found:
             try:
@@ -113,9 +113,9 @@ class ToolCallReader:
             except (ValueError, RecursionError):
                 given = None
             if not isinstance(given, dict):
-                return ToolUse(text=asked, problem=f"the arguments of {name} are not a JSON object")
+                return ParsedToolCalls(text=asked, problem=f"the arguments of {name} are not a JSON object")
             calls.append(ToolCall(name=name, arguments=given))
-        return ToolUse(text=asked, calls=tuple(calls))
+        return ParsedToolCalls(text=asked, calls=tuple(calls))
 
     def _extract(self, said: str, tools: list[dict[str, Any]]) -> list[tuple[str, str]]:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionToolsParam
@@ -135,7 +135,7 @@ class ToolCallReader:
         return [(call.function.name, call.function.arguments) for call in read.tool_calls] if read.tools_called else []
 
 
-def check_calls(chat: ChatTokens, parser: str | None) -> None:
+def check_tool_calls_parsable(chat: ChatTokenizer, parser: str | None) -> None:
     """Check that a model's calls can be parsed, without loading a parser.
 
     Raises: ConfigError: its template has no tools, or writes calls in an unknown format.

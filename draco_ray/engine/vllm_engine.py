@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from draco_ray.config.machine import thread_environment
+from draco_ray.config.machine import thread_env_vars
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
-from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.model_config import engine_targets
+from draco_ray.engine.chat import ChatTokenizer
+from draco_ray.engine.model_config import engine_lora_modules
 from draco_ray.engine.model_directory import check_model_directory, is_local, load_tokenizer
-from draco_ray.engine.sampler import EngineStatistics, Sample, collector
+from draco_ray.engine.sampler import EngineStatistics, Sample, make_stat_logger_class
 from draco_ray.errors import ConfigError, EngineError, first_line
-from draco_ray.extras import naming_extras
+from draco_ray.extras import explain_missing_extras
 from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
@@ -377,9 +377,9 @@ class VllmEngine:
 
     def _launch(self) -> None:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
-        sockets = socket_environment(self._files.directory)
-        with _environment(vllm_environment(self._config, self._model) | sockets):
-            with naming_extras():
+        sockets = socket_env_vars(self._files.directory)
+        with _environment(vllm_env_vars(self._config, self._model) | sockets):
+            with explain_missing_extras():
                 import vllm.v1.engine.async_llm  # noqa: F401  # This imports nearly everything that is needed.
                 from vllm.platforms import current_platform
 
@@ -410,7 +410,7 @@ class VllmEngine:
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
         self._architectures = tuple(vllm_config.model_config.architectures)
         # Use only this logger, because vLLM's own loggers print.
-        loggers = [collector(self.statistics)]
+        loggers = [make_stat_logger_class(self.statistics)]
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     def _arguments(self, cpu: bool) -> dict[str, Any]:
@@ -440,7 +440,7 @@ class VllmEngine:
             "max_loras": self._live_adapters,
             "max_lora_rank": next((rank for rank in LORA_RANKS if rank >= self._lora_rank), LORA_RANKS[-1]),
         }
-        if (targets := engine_targets(_model_config(self._model.path), self._model.path)) is not None:
+        if (targets := engine_lora_modules(_model_config(self._model.path), self._model.path)) is not None:
             arguments["lora_target_modules"] = targets
         if cpu:
             arguments |= {
@@ -491,7 +491,7 @@ def check_argument_names(arguments: Collection[str]) -> None:
             raise ConfigError(f"engine.vllm.{name}: vLLM has no such argument; {hint}")
 
 
-def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
+def vllm_env_vars(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
     """Environment variables for importing vLLM and starting its core process."""
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
@@ -501,10 +501,10 @@ def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]
     }
     if is_local(model.path):
         settings |= {"HF_HUB_OFFLINE": "1"}
-    return settings | hardware_environment(config)
+    return settings | hardware_env_vars(config)
 
 
-def socket_environment(folder: Path) -> dict[str, str]:
+def socket_env_vars(folder: Path) -> dict[str, str]:
     """Environment variable that puts vLLM's sockets, which killed processes leave behind, into ``folder``.
 
     Returns: an empty dictionary if the paths would be too long, or the user has set the variable.
@@ -514,7 +514,7 @@ def socket_environment(folder: Path) -> dict[str, str]:
     return {"VLLM_RPC_BASE_PATH": str(folder)} if fits and "VLLM_RPC_BASE_PATH" not in os.environ else {}
 
 
-def hardware_environment(config: EngineConfig) -> dict[str, str]:
+def hardware_env_vars(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process that depend on its hardware."""
     if config.gpus_per_engine > 0:
         # vLLM would compile FlashInfer's top-p and top-k kernels at the first start on a machine, which takes 90
@@ -522,7 +522,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
         name = "VLLM_USE_FLASHINFER_SAMPLER"
         return {name: os.environ.get(name, "0")}
     return {
-        **thread_environment(1 if config.deterministic else config.cpus_per_engine / config.tensor_parallel),
+        **thread_env_vars(1 if config.deterministic else config.cpus_per_engine / config.tensor_parallel),
         # vLLM binds each tensor-parallel rank to its own NUMA node, and fails if there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # Otherwise a small function of the sampler is compiled at the first request, which needs a C++ compiler.
@@ -560,7 +560,7 @@ def _end_of_turn_ids(model: ModelConfig) -> list[int]:
     from transformers import GenerationConfig
 
     tokenizer = load_tokenizer(model.path, model.chat_template)
-    ends = {tokenizer.eos_token_id, *ChatTokens(tokenizer, thinking=False).ends}
+    ends = {tokenizer.eos_token_id, *ChatTokenizer(tokenizer, thinking=False).ends}
     with contextlib.suppress(OSError):  # A model need not come with a generation_config.json.
         declared = GenerationConfig.from_pretrained(model.path).eos_token_id
         ends.update(declared if isinstance(declared, list) else [declared])

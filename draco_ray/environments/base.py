@@ -15,10 +15,10 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig, ModelConfig, Tree
+from draco_ray.config.schema import AgentConfig, ConfigSection, DataConfig, EnvironmentConfig, ModelConfig
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 ENVIRONMENTS = {
     "appworld": "draco_ray.environments.appworld.environment:AppWorldEnvironment",
@@ -139,7 +139,9 @@ class Environment(ABC):
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """How a rollout ended; override it if agents can also submit or give up."""
-        return ended_by(trajectory.ended) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
+        return termination_if_stopped(trajectory.ended) or (
+            Termination.FINISHED if trajectory.steps else Termination.NO_ACTION
+        )
 
     def difficulty(self, task_id: str) -> int | None:
         """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may come from ground truth, so only
@@ -161,7 +163,7 @@ class Environment(ABC):
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:16]
 
 
-OptionsT = TypeVar("OptionsT", bound=Tree)
+OptionsT = TypeVar("OptionsT", bound=ConfigSection)
 
 
 def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
@@ -182,7 +184,7 @@ def list_items(facts: str) -> list[str]:
     return [line if line.startswith(("- ", " ")) else f"- {line}" for line in facts.splitlines() if line]
 
 
-def ended_by(ended: EpisodeEnd) -> Termination | None:
+def termination_if_stopped(ended: EpisodeEnd) -> Termination | None:
     """How a rollout was stopped; None if the agent ended it."""
     return {
         EpisodeEnd.SERVER_ERROR: Termination.SERVER_ERROR,
@@ -205,7 +207,7 @@ def make_environment(
 
 def find_environment(use: str) -> type[Environment]:
     """The class that ``environment.use`` names. Raises: as `make_environment`."""
-    kind = find("environment.use", use, ENVIRONMENTS)
+    kind = find_component("environment.use", use, ENVIRONMENTS)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment.use={use!r}: not a subclass of draco_ray.environments.base.Environment")
     return kind
@@ -240,7 +242,7 @@ class GuardedWorld:
             async with asyncio.timeout(PATIENCE * self._timeout_seconds):
                 seen = await self._world.act(action)
         except Exception as error:
-            raise crash(self._name, self._world.task.task_id, error) from error
+            raise to_environment_crash(self._name, self._world.task.task_id, error) from error
         if not isinstance(seen, str):
             raise EnvironmentCrashed(
                 f"environment {self._name}: task {self._world.task.task_id}: act returned {type(seen).__name__}, "
@@ -255,7 +257,7 @@ class GuardedWorld:
         except WorldError:
             raise
         except Exception as error:
-            raise crash(self._name, self._world.task.task_id, error) from error
+            raise to_environment_crash(self._name, self._world.task.task_id, error) from error
 
     async def keep(self, folder: Path) -> None:
         """Let the world store files of the episode in ``folder``, which does not exist yet.
@@ -270,10 +272,10 @@ class GuardedWorld:
         try:
             await self._world.close()
         except Exception as error:
-            raise crash(self._name, self._world.task.task_id, error) from error
+            raise to_environment_crash(self._name, self._world.task.task_id, error) from error
 
 
-def crash(name: str, task_id: str, error: Exception) -> EnvironmentCrashed:
+def to_environment_crash(name: str, task_id: str, error: Exception) -> EnvironmentCrashed:
     """``error`` as an `EnvironmentCrashed`; unchanged if it already is one."""
     if isinstance(error, EnvironmentCrashed):
         return error

@@ -42,14 +42,14 @@ _GONE_SECONDS = 10.0
 """Maximum wait for killed processes; one that hangs in the kernel may take longer."""
 
 
-def passed_environment(names: Iterable[str]) -> dict[str, str]:
+def passed_env_vars(names: Iterable[str]) -> dict[str, str]:
     """The variables of this process that are passed to a program: `PASSED` and ``names``."""
     passed = {*PASSED, *names}
     return {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
+class ProgramResult:
     """How a program ended."""
 
     exit_code: int | None
@@ -110,7 +110,7 @@ class _Tail:
 
 async def run_program(
     command: Command, *, told: str, seconds: float, most_bytes: int, until: asyncio.Future[None] | None = None
-) -> Ran:
+) -> ProgramResult:
     """Run a program in its own process group; when this returns, all processes that it started have ended.
 
     Args:
@@ -156,7 +156,7 @@ async def run_program(
         os.close(output.writing)
         os.close(errors.writing)
         said, complained = output.finish(), errors.finish()
-    return Ran(exit_code=exit_code, output=said, errors=complained, seconds=time.monotonic() - began)
+    return ProgramResult(exit_code=exit_code, output=said, errors=complained, seconds=time.monotonic() - began)
 
 
 class _Lifeline:

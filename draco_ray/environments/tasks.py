@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
+from draco_ray.config.schema import ConfigSection, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict, checked_options, list_items
 from draco_ray.environments.program import Command, run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
@@ -35,7 +35,7 @@ tools, whose answers stand as its output, or a message, the last one included.
 - The episode ends with the program. What it printed stands at the end, under PROGRAM."""
 
 
-class TasksOptions(Tree):
+class TasksOptions(ConfigSection):
     """``environment.options`` of ``environment.use: tasks``."""
 
     tasks: str = ""
@@ -82,9 +82,9 @@ class TasksEnvironment(Environment):
         """See `Environment`."""
         return self.rows.row(task_id).expected
 
-    async def open(self, task_id: str) -> HandIn:
+    async def open(self, task_id: str) -> FolderWorld:
         """See `Environment`."""
-        return HandIn(self, self.task(task_id))
+        return FolderWorld(self, self.task(task_id))
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -92,7 +92,7 @@ class TasksEnvironment(Environment):
         return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 
-class HandIn:
+class FolderWorld:
     """One open task: a folder, and the output of the agent's program, which is the only action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:

@@ -29,16 +29,16 @@ from draco_ray.environments.base import WorldVerdict
 from draco_ray.environments.jail.confine import JAIL_CODE, UNAVAILABLE, WORKSPACE, JailSpec
 from draco_ray.environments.jail.launch import (
     PACKAGE,
-    Levels,
+    IsolationLevels,
     LevelUnavailable,
+    is_level_unavailable,
     jail_command,
     link_package,
-    not_offered,
 )
 from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
-from draco_ray.environments.program import PASSED, Command, Ran, passed_environment, run_program
+from draco_ray.environments.program import PASSED, Command, ProgramResult, passed_env_vars, run_program
 from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
-from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
+from draco_ray.environments.tasks import FolderWorld, TasksEnvironment, TasksOptions
 from draco_ray.environments.tools.rows import Row
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
 from draco_ray.records import Task
@@ -159,7 +159,7 @@ class WorkspaceEnvironment(TasksEnvironment):
         return self._level
 
     async def _reached(self, workspace: Workspace) -> str:
-        levels = Levels(self.config.isolation)
+        levels = IsolationLevels(self.config.isolation)
         for level in levels:
             with levels.trying(level):
                 if level == "landlock":
@@ -169,13 +169,13 @@ class WorkspaceEnvironment(TasksEnvironment):
                     log.info("isolation of agents: %s", level)
                     return level
                 why = " ".join(ran.errors.split())[-300:]
-                if not_offered(ran.exit_code, why):
+                if is_level_unavailable(ran.exit_code, why):
                     raise LevelUnavailable(why)
                 raise EnvironmentCrashed(f"environment {self.name}: no program can be started in the jail: {why}")
         raise IsolationUnavailable(f"agents cannot be isolated: {levels}")
 
 
-class Workspace(HandIn):
+class Workspace(FolderWorld):
     """One open task: a copy of its repository."""
 
     _environment: WorkspaceEnvironment
@@ -214,10 +214,10 @@ class Workspace(HandIn):
                 raise EnvironmentCrashed(f"task {self.task.task_id}: the set-up command {_how(ran)}")
         await asyncio.to_thread(self._snapshot)
 
-    async def run(self, command: str, level: str | None = None, tests: Path | None = None) -> Ran:
+    async def run(self, command: str, level: str | None = None, tests: Path | None = None) -> ProgramResult:
         """Run a shell command in the workspace."""
         mapped = {_TESTS: str(tests)} if tests is not None else {}
-        started = self.command(["/bin/sh", "-c", command], passed_environment(()), level=level, mapped=mapped)
+        started = self.command(["/bin/sh", "-c", command], passed_env_vars(()), level=level, mapped=mapped)
         return await run_program(started, told="", seconds=self._options.command_seconds, most_bytes=_OUTPUT_BYTES)
 
     def command(
@@ -306,7 +306,7 @@ class Workspace(HandIn):
         ]
         return Command(
             words=[*engine, *_IN_CONTAINER],
-            environment=passed_environment(("DOCKER_HOST", "CONTAINER_HOST", "XDG_RUNTIME_DIR")),
+            environment=passed_env_vars(("DOCKER_HOST", "CONTAINER_HOST", "XDG_RUNTIME_DIR")),
             folder=shown,
             lifeline=shown / Path(LIFELINE).name,
         )
@@ -470,6 +470,6 @@ def _has_tests(row: Row) -> bool:
     return bool(_expected(row).get("test") or _expected(row).get("harbor"))
 
 
-def _how(ran: Ran) -> str:
+def _how(ran: ProgramResult) -> str:
     how = f"ended with exit code {ran.exit_code}" if ran.exit_code is not None else "did not end in time"
     return f"{how}; its last output: {' '.join((ran.errors or ran.output).split())[-300:]}"

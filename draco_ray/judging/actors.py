@@ -18,11 +18,11 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import DracoError
-from draco_ray.judging.limiter import UNSENT, LeaseRequest, Limiter, RequestResult, WaitingLine
-from draco_ray.judging.outage import NextAction, Outage
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.limiter import UNSENT, LeaseRequest, Limiter, LimiterQueue, RequestResult
+from draco_ray.judging.outage import JudgeHealth, NextAction
+from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
 from draco_ray.observability.logs import start_run_log
-from draco_ray.placement import beside_the_driver
+from draco_ray.placement import driver_node_affinity
 from draco_ray.runs.directory import RunDirectory
 
 ValueT = TypeVar("ValueT")
@@ -82,14 +82,14 @@ async def _give_back(waiting: Awaitable[ValueT], give_back: Callable[[ValueT], A
         await give_back(await waiting)
 
 
-class LimiterActor(WaitingLine):
-    """A `WaitingLine` for callers in other processes."""
+class LimiterActor(LimiterQueue):
+    """A `LimiterQueue` for callers in other processes."""
 
     def __init__(
         self, config: JudgeConfig, spent: float, under_way: Mapping[str, float] | None = None, name: str = ""
     ) -> None:
         start_run_log()
-        outage = Outage(
+        outage = JudgeHealth(
             max_seconds=config.max_outage_seconds,
             max_backoff_seconds=config.max_backoff_seconds,
             who=f"judge {config.model} at {config.api_base or 'its provider'}",
@@ -112,8 +112,8 @@ class JudgeLimiterActor(LimiterActor):
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:
         directory = RunDirectory(run)
-        name = requests_name(config, run)
-        book = read_book(config.cache or directory.judge_cache, name)
+        name = request_number_prefix(config, run)
+        book = read_cost_ledger(config.cache or directory.judge_cache, name)
         archive = directory.table("judge_calls", columns=["call_id", "dollars"]).to_pylist()
         booked = book.settled.keys() | book.under_way.keys()
         earlier = math.fsum(call["dollars"] for call in archive if call["call_id"] not in booked)
@@ -121,7 +121,7 @@ class JudgeLimiterActor(LimiterActor):
         super().__init__(config, spent, book.under_way, name)
 
 
-def requests_name(config: JudgeConfig, run: Path) -> str:
+def request_number_prefix(config: JudgeConfig, run: Path) -> str:
     """Prefix of a run's request numbers in the book; empty if the book belongs to this run alone."""
     own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
     return "" if own else f"{run.name}/"
@@ -146,7 +146,7 @@ class RepliesActor(ReplyCache):
         super().__init__(folder)
 
 
-def only_self(config: JudgeConfig) -> bool:
+def is_self_judge_only(config: JudgeConfig) -> bool:
     """Whether the policy is its own judge and no other model is asked."""
     return config.self_judge.enabled and not (config.held_out and config.held_out.model)
 
@@ -156,7 +156,7 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
 
     Returns: the handle, which keeps the actor alive, and the client for judge workers.
     """
-    return None if only_self(config) else start_limiter(JudgeLimiterActor, config, run, run_name)
+    return None if is_self_judge_only(config) else start_limiter(JudgeLimiterActor, config, run, run_name)
 
 
 def start_limiter(
@@ -164,7 +164,7 @@ def start_limiter(
 ) -> tuple[Any, LimiterClient]:
     """Start an actor of class ``actor``, which reads the dollars spent from ``book``; see `start_judge_limiter`."""
     name = f"JudgeLimiter@{run_name}"
-    handle = ray.remote(actor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)
+    handle = ray.remote(actor).options(name=name, scheduling_strategy=driver_node_affinity(), **OPTIONS)
     return handle.remote(config, book), LimiterClient(name)
 
 
@@ -175,10 +175,10 @@ def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
         `ReplyCache`.
     Raises: StoreError: the store cannot be opened.
     """
-    if config.cache is None or only_self(config):
+    if config.cache is None or is_self_judge_only(config):
         return None
     # Open it here first: an error in an actor's constructor would look like the loss of the actor.
     ReplyCache(config.cache)
     name = f"JudgeReplies@{run_name}"
-    handle: Any = ray.remote(RepliesActor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)
+    handle: Any = ray.remote(RepliesActor).options(name=name, scheduling_strategy=driver_node_affinity(), **OPTIONS)
     return handle.remote(config.cache), NamedActor(name)

@@ -26,34 +26,34 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Endpoint, Server, Servers
-from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Leases, Limiter, LimiterQueue, RequestResult
 from draco_ray.judging.outage import (
     LOGGED_SECONDS,
     FailureKind,
     NextAction,
-    advice,
     classify,
-    disconnected,
-    is_away,
+    error_hint,
     is_busy,
+    is_connect_failure,
+    is_connection_broken,
+    is_endpoint_unavailable,
     possibly_billed,
     seconds_to_pause,
-    unconnected,
 )
-from draco_ray.judging.phases import urgency
+from draco_ray.judging.phases import phase_rank
 from draco_ray.judging.pricing import (
     CostBound,
     TokenUsage,
+    bound_request_cost,
     check_budget,
     find_price,
     known_price,
-    most_of,
-    price_of,
     read_usage,
+    reply_cost,
     reported_cost,
 )
 from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
-from draco_ray.records import Message, Paid
+from draco_ray.records import Message, OriginalCost
 
 LONGEST_HINT_SECONDS = 60.0
 """Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` has the limit for the whole pool."""
@@ -124,7 +124,7 @@ class LiteLLMClient:
         self._endpoint_counts = endpoint_counts and not config.rule_judge.start
         self._servers: Servers = servers or self._endpoint
         self._patient = leases is not None and config.max_outage_seconds > 0
-        self._leases: Leases = leases or WaitingLine(Limiter(JudgeLimits()))
+        self._leases: Leases = leases or LimiterQueue(Limiter(JudgeLimits()))
         self._config = config
         self._cache = cache
         self._sleep = sleep
@@ -183,7 +183,7 @@ class LiteLLMClient:
                 if isinstance(found, Completion):
                     return found
                 assert call.error is not None
-                borrowed.lost = disconnected(call.error)
+                borrowed.lost = is_connection_broken(call.error)
             if found is NextAction.STOP:
                 raise self._endpoint.refused(call.error)
             own = not is_busy(call.error) if call.check else found is NextAction.AGAIN
@@ -262,7 +262,7 @@ class LiteLLMClient:
             trouble=classify(error),
             reason=self._endpoint.one_line(error),
             hint=self._endpoint.hint(error),
-            away=is_away(error),
+            away=is_endpoint_unavailable(error),
         )
         if not possibly_billed(error):
             return ended
@@ -292,8 +292,8 @@ class LiteLLMClient:
 
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
-        most = most_of(self._price, request.messages, max_tokens, sent)
-        rank, name = urgency(request.phase), uuid.uuid4().hex
+        most = bound_request_cost(self._price, request.messages, max_tokens, sent)
+        rank, name = phase_rank(request.phase), uuid.uuid4().hex
         return Call(
             request=request,
             asked=LeaseRequest(**asdict(most), kind=request.phase or "", rank=rank, call=name),
@@ -318,7 +318,7 @@ class LiteLLMClient:
         dollars = reported_cost(response) if configured is None else None
         if dollars is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
-            dollars = price_of(self._price, *counts)
+            dollars = reply_cost(self._price, *counts)
         return usage, dollars or 0.0, False
 
     def _failed(self, call: Call, error: BaseException) -> Completion:
@@ -328,7 +328,7 @@ class LiteLLMClient:
             JudgeUnavailable: the judge cannot be reached, and calls do not wait for the end of an outage.
         """
         reason = self._endpoint.one_line(error)
-        if unconnected(error) and (call.check or not self._patient):
+        if is_connect_failure(error) and (call.check or not self._patient):
             raise JudgeUnavailable(
                 f"{self._endpoint.who()}: not reachable after {call.requests} attempts: {reason}; check judge.api_base"
             )
@@ -337,7 +337,7 @@ class LiteLLMClient:
             finish_reason="error" if classify(error) is FailureKind.OWN else "unavailable",
             dollars=call.guessed,
             estimated_dollars=call.guessed,
-            error=reason + advice(error),
+            error=reason + error_hint(error),
             **self._about(call),
         )
 
@@ -387,7 +387,7 @@ async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
         await cache.release(key, holder)
 
 
-_PAID = {each.name for each in fields(Paid)}
+_PAID = {each.name for each in fields(OriginalCost)}
 _COMPLETION = TypeAdapter(Completion)
 
 
@@ -409,7 +409,7 @@ def _replay(stored: Mapping[str, Any]) -> Completion | None:
     return replace(
         found,
         error=None,
-        paid=Paid(**{name: getattr(found, name) for name in _PAID}),
+        paid=OriginalCost(**{name: getattr(found, name) for name in _PAID}),
         dollars=0.0,
         estimated_dollars=0.0,
         waited_seconds=0.0,

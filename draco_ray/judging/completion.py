@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from draco_ray.records import Message, Paid
+from draco_ray.records import Message, OriginalCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Completion:
     """The part of ``dollars`` that no reply states: the maximum cost of those requests."""
     call_id: str = ""
     """Unique id; empty for a reply from the durable cache."""
-    paid: Paid | None = None
+    paid: OriginalCost | None = None
     """What a reply from the durable cache cost when it was made, if known."""
     waited_seconds: float = 0.0
     """The part of ``seconds`` spent waiting for the pool's limits or for a judge that was down."""

@@ -18,7 +18,7 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.file_judge import RECORDED
 from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.tokens import quiet_litellm, refused_parameters
+from draco_ray.judging.tokens import import_litellm_quietly, refused_parameters
 from draco_ray.records import Message
 
 EVIDENCE = frozenset({"agent_prompt", "task", "task_input", "agent_trajectory", "group_trajectories", "steps_summary"})
@@ -70,7 +70,7 @@ def _blocks_alike(prompts: Prompts, phase: str) -> int:
     return most
 
 
-def marked(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
+def mark_cache_prefixes(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
     """Messages whose first one is split at the ends of shared prefixes, each marked for Anthropic's cache."""
     first, *rest = (dict(message) for message in messages)
     text, begin, parts = str(first["content"]), 0, []
@@ -85,7 +85,9 @@ def marked(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list
     return [{**first, "content": parts}, *rest]
 
 
-def told(litellm: Any, model: str, api_base: str | None, mode: Mode) -> Literal["marks", "key", "nothing"]:
+def prompt_cache_method(
+    litellm: Any, model: str, api_base: str | None, mode: Mode
+) -> Literal["marks", "key", "nothing"]:
     """How a model's prompt cache is addressed: by marks in the prompt, by a key, or not at all.
 
     Args:
@@ -147,7 +149,7 @@ def _may_refuse_a_schema(error: Exception) -> bool:
     return getattr(error, "status_code", None) in _REFUSALS and type(error).__name__ not in _NOT_THE_SCHEMAS_FAULT
 
 
-def place_of(config: JudgeConfig) -> str:
+def endpoint_address(config: JudgeConfig) -> str:
     """The endpoint of a model, for messages; LiteLLM may also read it from the provider's environment variables."""
     provider = provider_key(config.model).removesuffix("_API_KEY")
     names = [f"{provider}_BASE_URL", f"{provider}_API_BASE"]
@@ -156,13 +158,13 @@ def place_of(config: JudgeConfig) -> str:
     )
 
 
-def introduced(config: JudgeConfig) -> str:
+def describe_judge(config: JudgeConfig) -> str:
     """Model, endpoint and key variable, which a command prints before its first request."""
     if config.files is not None:
         if (config.files / RECORDED).exists():
             return f"the replies recorded in {config.files}"
         return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
-    return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
+    return f"{config.model} at {endpoint_address(config)}, key in {config.key_variable}"
 
 
 class Endpoint:
@@ -210,7 +212,7 @@ class Endpoint:
         import openai
 
         try:
-            quiet_litellm().get_llm_provider(self._config.model)
+            import_litellm_quietly().get_llm_provider(self._config.model)
         except openai.BadRequestError:
             raise ConfigError(
                 f"{self._role} {self._config.model}: LiteLLM knows no provider of this model; expected "
@@ -234,7 +236,7 @@ class Endpoint:
             OpenAIError: any failure, as LiteLLM classifies it.
             JudgeUnavailable: the model refuses a parameter.
         """
-        litellm = quiet_litellm()
+        litellm = import_litellm_quietly()
         arguments = self.arguments(request.messages) | self._parameters
         del arguments["max_tokens"]
         arguments |= self._told(litellm, request, arguments["messages"])
@@ -268,9 +270,9 @@ class Endpoint:
         """The arguments for the service tier and for the provider's prompt cache."""
         config = self._config
         extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
-        how = told(litellm, config.model, config.api_base, config.prompt_cache)
+        how = prompt_cache_method(litellm, config.model, config.api_base, config.prompt_cache)
         if how == "marks" and request.shared:
-            extra["messages"] = marked(messages, request.shared)
+            extra["messages"] = mark_cache_prefixes(messages, request.shared)
         elif how == "key" and request.group:
             extra["prompt_cache_key"] = cache_key(request.group)
         return extra
@@ -318,7 +320,7 @@ class Endpoint:
 
     def who(self) -> str:
         """Name of the judge in messages."""
-        return f"{self._role} {self._config.model} at {place_of(self._config)}"
+        return f"{self._role} {self._config.model} at {endpoint_address(self._config)}"
 
     def one_line(self, error: BaseException | str) -> str:
         """The error in one line, without the key that a server may echo."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from draco_ray.algorithm.drift import compared
+from draco_ray.algorithm.drift import held_out_sample
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score
@@ -29,7 +29,7 @@ PHASE = "held_out"
 """Phase name of its calls in metrics and timelines."""
 
 
-def in_sample(share: float, group: str) -> bool:
+def is_group_sampled(share: float, group: str) -> bool:
     """Whether a group belongs to the sample of this share of all groups; deterministic."""
     digest = hashlib.blake2b(group.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") < share * 2**56
@@ -37,7 +37,7 @@ def in_sample(share: float, group: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Pass shares, in [0, 1], that both judges give the better half and a middle rollout of a group (`compared`)."""
+    """Pass shares, in [0, 1], by both judges, of a group's `held_out_sample`: the better half, a middle one."""
 
     trained: float
     """Mean pass share of these rollouts by the main judge, on whose verdicts the policy is trained."""
@@ -91,9 +91,9 @@ class HeldOutJudge:
             shares = pass_share(trained), pass_share(found.summary)
             return None if None in shares else shares  # type: ignore[return-value]
 
-        if not in_sample(self._config.share, context.group):
+        if not is_group_sampled(self._config.share, context.group):
             return None
-        best, middle = compared(np.array(reward.rewards))
+        best, middle = held_out_sample(np.array(reward.rewards))
         known = {each[0]: each for each in rollouts}
         asked = best if middle is None else [*best, middle]
         shares = await asyncio.gather(*(one(*known[reward.scored[each]]) for each in asked))

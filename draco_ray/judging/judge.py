@@ -24,16 +24,16 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import shared_ends
-from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
+from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, max_judge_prompt_tokens
 from draco_ray.judging.phases import Phase, Proposals, Question, Rubric, Score, Verdicts
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.reply import Parsed, check_finish, own_answer
+from draco_ray.judging.reply import Parsed, check_finish, extract_tagged_answer
 from draco_ray.judging.shortening import LENGTHS, LEVELS, cut
 from draco_ray.judging.structured import tag_of
-from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
+from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, part_to_keep, update_tokens_per_byte
 from draco_ray.records import JudgeCall, Judged, Message, Verdict
 from draco_ray.summaries import PhaseSummary
-from draco_ray.workers.local import resolved
+from draco_ray.workers.local import resolve
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
@@ -42,7 +42,7 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted(Generic[ValueT]):
+class FittedPrompt(Generic[ValueT]):
     """A question with the prompt that is sent."""
 
     question: Question[ValueT]
@@ -60,13 +60,13 @@ class Fitted(Generic[ValueT]):
         return len(self.whole) - len(self.prompt)
 
 
-class Fitting:
+class PromptFitter:
     """Fits prompts into the context of one judge; learns from its replies and from prompts that it refuses."""
 
     def __init__(self, config: JudgeConfig, prompts: Prompts, replies: ReplyCache | None = None) -> None:
         """``replies``: where the judge's replies are stored; None: nowhere."""
         self._config, self._prompts, self._replies = config, prompts, replies
-        self.room = self._first_room = judge_room(config)
+        self.room = self._first_room = max_judge_prompt_tokens(config)
         """Maximum length of a prompt, in tokens; None if it is unknown."""
         self._rate = 1 / BYTES_PER_TOKEN
         """Tokens per byte."""
@@ -83,14 +83,14 @@ class Fitting:
         prompt = await asyncio.to_thread(question.prompt, self._prompts)
         return _bytes(prompt) > BYTES_PER_TOKEN * self._first_room
 
-    async def fit(self, question: Question[ValueT]) -> Fitted[ValueT]:
+    async def fit(self, question: Question[ValueT]) -> FittedPrompt[ValueT]:
         """The longest version of a question that fits.
 
         Raises:
             ReplyError: it is too long even with every text truncated.
         """
         whole = await asyncio.to_thread(question.prompt, self._prompts)
-        fitted = Fitted(question=question, whole=whole, prompt=whole, shown=question)
+        fitted = FittedPrompt(question=question, whole=whole, prompt=whole, shown=question)
         if self._replies is not None and _bytes(whole) > (self._first_room or 0):
             known = await self._replies.get(self._key(whole))
             if known is not None and isinstance(level := known.get("level"), int) and 0 <= level <= LEVELS:
@@ -99,7 +99,9 @@ class Fitting:
             return fitted
         return await asyncio.to_thread(self._cut, fitted, self.room)
 
-    async def shorter(self, fitted: Fitted[ValueT], judged: Judged[ValueT], tries: int) -> Fitted[ValueT] | None:
+    async def shorter(
+        self, fitted: FittedPrompt[ValueT], judged: Judged[ValueT], tries: int
+    ) -> FittedPrompt[ValueT] | None:
         """The question truncated further if the judge found it too long; None if it did not, or no text is left to cut.
 
         Args:
@@ -117,17 +119,17 @@ class Fitting:
         found = await asyncio.to_thread(self._search, fitted, tokens * part_to_keep(error, tokens, tries))
         return found if len(found.prompt) < len(fitted.prompt) else None
 
-    async def answered(self, fitted: Fitted[ValueT], judged: Judged[ValueT], tries: int) -> None:
+    async def answered(self, fitted: FittedPrompt[ValueT], judged: Judged[ValueT], tries: int) -> None:
         """Learn from the usage that the reply states, and store how far the prompt was truncated for it."""
         if self._replies is not None and (fitted.level or _bytes(fitted.whole) > (self._first_room or math.inf)):
             await self._replies.put(self._key(fitted.whole), {"level": fitted.level})
         used = judged.calls[0].input_tokens
-        learned = learned_rate(self._rate, _bytes(fitted.prompt), used)
+        learned = update_tokens_per_byte(self._rate, _bytes(fitted.prompt), used)
         if learned != self._rate and tries:
             self.room = max(min(self.room or used, used), (self._first_room or 0) // 4)
         self._rate = learned
 
-    def _cut(self, fitted: Fitted[ValueT], room: int) -> Fitted[ValueT]:
+    def _cut(self, fitted: FittedPrompt[ValueT], room: int) -> FittedPrompt[ValueT]:
         tokens = self._tokens(fitted.whole)
         if tokens <= room:
             return fitted
@@ -147,14 +149,14 @@ class Fitting:
     def _tokens(self, prompt: str) -> float:
         return self._rate * _bytes(prompt)
 
-    def _search(self, fitted: Fitted[ValueT], room: float) -> Fitted[ValueT]:
+    def _search(self, fitted: FittedPrompt[ValueT], room: float) -> FittedPrompt[ValueT]:
         """The least truncation with which the prompt takes at most ``room`` tokens; the strongest if none does."""
         return self._at(
             fitted,
             bisect_left(range(LEVELS), True, key=lambda level: self._tokens(self._at(fitted, level).prompt) <= room),
         )
 
-    def _at(self, fitted: Fitted[ValueT], level: int) -> Fitted[ValueT]:
+    def _at(self, fitted: FittedPrompt[ValueT], level: int) -> FittedPrompt[ValueT]:
         shown = fitted.question.shortened(level)
         return replace(fitted, level=level, prompt=shown.prompt(self._prompts), shown=shown)
 
@@ -251,19 +253,21 @@ async def ask_phase(judge: Judge, phase: Phase, context: CallContext, /, **given
             empty one if it failed. A list may hold references, and the values of several phases become one sequence.
     """
     started = time.time()
-    judged = await judge.ask(phase(**{name: await value_of(each) for name, each in given.items()}), context)
+    judged = await judge.ask(
+        phase(**{name: await resolve_question_field(each) for name, each in given.items()}), context
+    )
     summary = phase_summary(phase.name, context, judged, started)
     return Judgement(judged=replace(judged, calls=()), archived=judged, summary=summary)
 
 
-async def value_of(given: Any) -> Any:
+async def resolve_question_field(given: Any) -> Any:
     """A field of a question; see `ask_phase`."""
-    given = await resolved(given)
+    given = await resolve(given)
     if isinstance(given, Judged):
         return given.value or ()
     if not isinstance(given, list):
         return given
-    found = [await resolved(each) for each in given]
+    found = [await resolve(each) for each in given]
     if any(isinstance(each, Judged) for each in found):
         return [value for judged in found for value in judged.value or ()]
     return found
@@ -299,7 +303,7 @@ class Judge:
         self._complete = complete
         self._prompts = prompts
         self._config = config
-        self._fitting = Fitting(config, prompts, replies)
+        self._fitting = PromptFitter(config, prompts, replies)
 
     async def check(self) -> None:
         """Make sure that the judge answers.
@@ -362,7 +366,7 @@ class Judge:
             notes = (f"{about}, because the judge accepts only {self._fitting.reads}", *notes)
         return replace(judged, calls=(*calls, *judged.calls), notes=notes, left_out=fitted.left_out)
 
-    async def _votes(self, fitted: Fitted[ValueT], context: CallContext) -> Judged[ValueT]:
+    async def _votes(self, fitted: FittedPrompt[ValueT], context: CallContext) -> Judged[ValueT]:
         """Ask for each vote of the phase, and join them."""
         question = fitted.shown
         votes = await asyncio.gather(
@@ -458,7 +462,7 @@ def _read(
     completion: Completion, question: Question[ValueT], tag: str, config: JudgeConfig, *, last: bool
 ) -> Parsed[ValueT]:
     check_finish(completion.text, completion.finish_reason)
-    return question.parse(own_answer(completion.text, tag, question.entry), config, last=last)
+    return question.parse(extract_tagged_answer(completion.text, tag, question.entry), config, last=last)
 
 
 def _reask(error: str) -> str:

@@ -88,7 +88,7 @@ def judge_context(config: DracoConfig) -> JudgeContext:
     )
 
 
-def judge_tokens(judge: JudgeConfig) -> int | None:
+def judge_context_length(judge: JudgeConfig) -> int | None:
     """Context length of a judge in tokens; None if unknown.
 
     For a self-judge only the configured value counts, because its engines are sized for the prompts.
@@ -101,17 +101,17 @@ def judge_tokens(judge: JudgeConfig) -> int | None:
     return None if judge.api_base else model_limit(judge.model, "max_input_tokens")
 
 
-def judge_room(judge: JudgeConfig) -> int | None:
+def max_judge_prompt_tokens(judge: JudgeConfig) -> int | None:
     """Maximum length of a prompt in tokens that leaves room for reply and quoted replies; None if unknown."""
     # Fallbacks get the same prompt.
     others = (model_limit(each.model, "max_input_tokens") for each in judge.fallbacks if each.api_base is None)
-    known = [tokens for tokens in (judge_tokens(judge), *others) if tokens is not None]
+    known = [tokens for tokens in (judge_context_length(judge), *others) if tokens is not None]
     if not known:
         return None
     return max(min(known) - judge.max_tokens - judge.reasks * _tokens(QUOTED_REPLY_CHARACTERS), LEAST_ROOM)
 
 
-def context_tokens(config: DracoConfig) -> int:
+def self_judge_context_length(config: DracoConfig) -> int:
     """Context length of the engines of a self-judged run, in tokens.
 
     Raises: ConfigError: the prompt set is missing.
@@ -133,7 +133,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
     if not uses_self_judge(config) or positions is None:
         return None
     given, needed = config.judge.self_judge.context_tokens, judge_context(config)
-    if context_tokens(config) <= positions:
+    if self_judge_context_length(config) <= positions:
         return None
     if given is not None:
         return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts only {positions:,} tokens"

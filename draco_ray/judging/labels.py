@@ -94,15 +94,15 @@ def load_labels(paths: Sequence[Path]) -> list[Label]:
     Raises:
         ConfigError: as `read_labels`.
     """
-    return last_words(read_labels(paths))
+    return latest_labels(read_labels(paths))
 
 
-def last_words(labels: Iterable[Label]) -> list[Label]:
+def latest_labels(labels: Iterable[Label]) -> list[Label]:
     """Keep the last label per person and verdict."""
     return list({(label.judgment, label.by): label for label in labels}.values())
 
 
-def taken_back(labels: Iterable[Label]) -> int:
+def count_contradicted_labels(labels: Iterable[Label]) -> int:
     """Number of labels that contradict the same person's earlier label."""
     before: dict[tuple[object, ...], Label] = {}
     contrary = 0

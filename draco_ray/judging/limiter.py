@@ -9,7 +9,7 @@ A request takes a lease before it is sent and settles it with its actual cost.
 - Order: later phases of a group before new groups, otherwise first come, first served: smaller requests do not overtake
   a large one that waits for room.
 
-`Limiter` decides, by a clock that tests can set; callers wait for it in the queue `WaitingLine`. Independent of Ray.
+`Limiter` decides, by a clock that tests can set; callers wait for it in the queue `LimiterQueue`. Independent of Ray.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import numpy as np
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
-from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
+from draco_ray.judging.outage import FailureKind, JudgeHealth, NextAction, OutageStatus
 from draco_ray.judging.pricing import CostBound
 
 WINDOW_SECONDS = 60.0
@@ -214,7 +214,7 @@ class Limiter:
         booked: Mapping[str, float] | None = None,
         under_way: Mapping[str, float] | None = None,
         lease_seconds: float = math.inf,
-        outage: Outage | None = None,
+        outage: JudgeHealth | None = None,
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -233,7 +233,7 @@ class Limiter:
         self._limits = limits
         self._name = name
         self._lease_seconds = lease_seconds
-        self.outage = outage or Outage()
+        self.outage = outage or JudgeHealth()
         self._clock = clock
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self._requests = SlidingWindow(
@@ -315,7 +315,7 @@ class Limiter:
         call, sent_at = ("", now) if lease is None else (lease.asked.call, lease.at)
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now, call=call, away=ended.away)
 
-    def pause(self) -> Pause | None:
+    def pause(self) -> OutageStatus | None:
         """The current outage, if any."""
         return self.outage.pause(self._clock())
 
@@ -346,7 +346,7 @@ class _Waiting:
     granted: asyncio.Future[str] = field(compare=False)
 
 
-class WaitingLine:
+class LimiterQueue:
     """A queue in front of a limiter in this process (`Leases`)."""
 
     def __init__(self, limiter: Limiter, *, final: bool = False) -> None:
@@ -384,7 +384,7 @@ class WaitingLine:
         self._news.set()
         return verdict
 
-    async def pause(self) -> Pause | None:
+    async def pause(self) -> OutageStatus | None:
         """The current outage, if any."""
         return self.limiter.pause()
 

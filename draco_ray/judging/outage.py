@@ -62,7 +62,7 @@ class NextAction(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class OutageStatus:
     """An outage, for progress displays."""
 
     reason: str
@@ -74,7 +74,7 @@ class Pause:
     """Seconds until the run stops."""
 
 
-class Outage:
+class JudgeHealth:
     """The health of the judge."""
 
     def __init__(self, *, max_seconds: float = 0.0, max_backoff_seconds: float = 60.0, who: str = "judge") -> None:
@@ -122,16 +122,16 @@ class Outage:
         if self._since is None or now - self._since < self._max_seconds:
             return None
         return (
-            f"{self._who}: no answer for {span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}); "
-            f"last error: {self._reason}"
+            f"{self._who}: no answer for {format_duration(now - self._since)} "
+            f"(judge.max_outage_seconds={self._max_seconds:g}); last error: {self._reason}"
         )
 
-    def pause(self, now: float) -> Pause | None:
+    def pause(self, now: float) -> OutageStatus | None:
         """The current outage, if any."""
         if self._since is None or self._logged_until is None:
             return None
         lasted = now - self._since
-        return Pause(
+        return OutageStatus(
             reason=self._reason,
             lasted=lasted,
             next_try=max(0.0, self._paused_until - now),
@@ -201,17 +201,24 @@ class Outage:
         long = self._paused_until - max(now, self._logged_until or now) > LOGGED_SECONDS
         if long or (self._logged_until is None and self._rounds > ROUNDS_TO_PROBE):
             self._logged_until = self._paused_until
-            asked = f"; it asks to wait {span(hint)}" if hint is not None and hint > pause else ""
+            asked = f"; it asks to wait {format_duration(hint)}" if hint is not None and hint > pause else ""
             log.warning(
                 "%s does not answer (%s%s): judging is paused until it does; next try in %s, the run stops "
                 "in %s (judge.max_outage_seconds=%g)",
-                *(self._who, reason, asked, span(pause), span(max(0.0, ends - now)), self._max_seconds),
+                *(
+                    self._who,
+                    reason,
+                    asked,
+                    format_duration(pause),
+                    format_duration(max(0.0, ends - now)),
+                    self._max_seconds,
+                ),
             )
 
     def _well(self, now: float) -> None:
         self._failing.clear()
         if self._since is not None and self._logged_until is not None:
-            log.warning("%s answers again after %s: judging continues", self._who, span(now - self._since))
+            log.warning("%s answers again after %s: judging continues", self._who, format_duration(now - self._since))
         self._logged_until = None
         # Only the backoff of an outage ends; a wait that a rate limit asked for continues.
         if self._rounds >= ROUNDS_TO_PROBE:
@@ -234,7 +241,7 @@ def seconds_to_pause(failures: int, hint: float | None, most: float) -> float:
     return random.uniform(ceiling / 2, ceiling)
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A duration in words.
 
     >>> span(59.6), span(125), span(3 * 3600 + 59)
@@ -297,7 +304,7 @@ def possibly_billed(error: BaseException) -> bool:
     """Whether a reply may have been billed: the request was sent, and the endpoint did not answer with an error."""
     import httpx
 
-    if unconnected(error):
+    if is_connect_failure(error):
         return False
     for cause in _causes(error):
         if isinstance(cause, httpx.HTTPStatusError):
@@ -306,9 +313,9 @@ def possibly_billed(error: BaseException) -> bool:
     return classify(error) in (FailureKind.TIMED_OUT, FailureKind.UNAVAILABLE)
 
 
-def is_away(error: BaseException) -> bool:
+def is_endpoint_unavailable(error: BaseException) -> bool:
     """Whether the endpoint is busy, or cannot be reached: the request is not the cause."""
-    return is_busy(error) or unconnected(error)
+    return is_busy(error) or is_connect_failure(error)
 
 
 def is_busy(error: BaseException) -> bool:
@@ -316,7 +323,7 @@ def is_busy(error: BaseException) -> bool:
     return _status(error) in (429, 503, 529)
 
 
-def unconnected(error: BaseException) -> bool:
+def is_connect_failure(error: BaseException) -> bool:
     """Whether no connection was made; LiteLLM reports that as a 500 with the cause chained."""
     import httpx
 
@@ -324,7 +331,7 @@ def unconnected(error: BaseException) -> bool:
     return any(isinstance(cause, connecting) for cause in _causes(error))
 
 
-def disconnected(error: BaseException) -> bool:
+def is_connection_broken(error: BaseException) -> bool:
     """Whether there was no connection, or it broke: any request to that server would fail."""
     import httpx
 
@@ -332,7 +339,7 @@ def disconnected(error: BaseException) -> bool:
     return any(isinstance(cause, broken) for cause in _causes(error))
 
 
-def misread(error: BaseException) -> bool:
+def is_malformed_response(error: BaseException) -> bool:
     """Whether the answer was no completion; LiteLLM reports that as a 500 without an HTTP error in the chain."""
     of_http = ("httpx", "httpcore", "aiohttp", "openai")
     causes = list(_causes(error))
@@ -343,9 +350,9 @@ def misread(error: BaseException) -> bool:
     return len(causes) > 1 and not any(type(cause).__module__.partition(".")[0] in of_http for cause in causes)
 
 
-def advice(error: BaseException) -> str:
+def error_hint(error: BaseException) -> str:
     """The end of a message about a refused request: the keys of the parameters that the error names."""
-    if misread(error):
+    if is_malformed_response(error):
         return (
             "; the reply has another format than the provider in judge.model uses; check judge.model and judge.api_base"
         )

@@ -159,7 +159,7 @@ class Fallbacks:
                 return
 
 
-def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
+def member_config(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
     """The configuration of another judge: its own model and endpoint, and everything else from ``config``.
 
     It is never the run's own rule judge, whose replies are stored without their endpoint.
@@ -189,11 +189,11 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
     """
     beside = (*config.jury, *([config.strong] if config.strong is not None else []), *config.fallbacks)
     for each in beside:
-        check_budget(other(config, each), each.model)
+        check_budget(member_config(config, each), each.model)
     if not config.fallbacks:
         return open_one(config)
     # Only calls to the last judge wait for the end of its outage.
-    models = [config, *(other(config, each) for each in config.fallbacks)]
+    models = [config, *(member_config(config, each) for each in config.fallbacks)]
     impatient = [each.model_copy(update={"max_outage_seconds": 0.0}) for each in models[:-1]]
     return Fallbacks([open_one(each) for each in [*impatient, models[-1]]])
 
@@ -216,7 +216,7 @@ def panel_judge(
         return Judge(complete, prompts, config, replies)
 
     def judge_of(judge: OtherJudgeConfig) -> Judge:
-        theirs = other(config, judge)
+        theirs = member_config(config, judge)
         return Judge(open_one(theirs), prompts, theirs, replies)
 
     strong = None if config.strong is None else judge_of(config.strong)

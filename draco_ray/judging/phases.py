@@ -597,7 +597,7 @@ PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Prop
 """Phases in the order in which a group needs them; ``proposals`` and ``verdicts`` each replace several calls."""
 
 
-def urgency(name: str | None) -> int:
+def phase_rank(name: str | None) -> int:
     """Rank of a phase's calls, the lowest first: later phases go first, since they finish groups in progress."""
     names = list(PHASES)
     return -names.index(name) if name in names else 0

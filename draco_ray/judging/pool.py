@@ -19,16 +19,16 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge, Judgement, ask_phase, phase_summary
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.panel import other
-from draco_ray.judging.phases import Phase, Union, urgency
+from draco_ray.judging.panel import member_config
+from draco_ray.judging.phases import Phase, Union, phase_rank
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.observability.logs import start_run_log, working_on
+from draco_ray.observability.logs import set_log_context, start_run_log
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
-from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall, kept_argument
+from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall, pin_argument
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,9 @@ class JudgeWorkerActor:
         )
         self._held_out = self._judge
         if config.held_out is not None and config.held_out.model:
-            self._held_out = build_judge(other(config, config.held_out), leases, replies=replies, prompts=prompts)
+            self._held_out = build_judge(
+                member_config(config, config.held_out), leases, replies=replies, prompts=prompts
+            )
 
     async def up(self) -> str:
         """Node id of this process; the health check."""
@@ -86,7 +88,7 @@ class JudgeWorkerActor:
 
         The arguments are those of `draco_ray.judging.judge.ask_phase`.
         """
-        working_on(context.group, context.rollout)
+        set_log_context(context.group, context.rollout)
         found = await ask_phase(self._held_out if context.held_out else self._judge, phase, context, **given)
         for note in found.archived.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
@@ -112,7 +114,7 @@ def judge_starter(
         ConfigError, StoreError: as `prompts_of`.
     """
     remote = ray.remote(JudgeWorkerActor)
-    kept_policy, prompts = kept_argument(policy), kept_argument(prompts_of(config))
+    kept_policy, prompts = pin_argument(policy), pin_argument(prompts_of(config))
 
     def start(name: str) -> Any:
         return remote.options(
@@ -153,7 +155,7 @@ class JudgePool(MonitoredWorkers[Any]):
             max_workers=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        super().__init__(workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
+        super().__init__(workers, up=monitor.wait_until_up, end=ray.kill, restart=monitor.restart)
         self._union: PooledWorker[Any] | None = None
 
     @property
@@ -200,7 +202,7 @@ class JudgePool(MonitoredWorkers[Any]):
             return PendingCall((judged, archived), monitor.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
-        found = await self.call(send, rank=urgency(phase.name), preferred=preferred)
+        found = await self.call(send, rank=phase_rank(phase.name), preferred=preferred)
         if found is not None:
             (judged, archived), summary = found
             return Judgement(judged=judged, archived=archived, summary=summary)

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.config.schema import FILES, JudgeConfig, Price, Rates
+from draco_ray.config.schema import FILES, JudgeConfig, Price, TokenPrices
 from draco_ray.errors import ConfigError
-from draco_ray.judging.tokens import listed_model
+from draco_ray.judging.tokens import litellm_model_info
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512
@@ -101,7 +101,9 @@ def check_budget(judge: JudgeConfig, model: str) -> None:
         )
 
 
-def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens: int, written_tokens: int = 0) -> float:
+def reply_cost(
+    price: Price, input_tokens: int, cached_tokens: int, output_tokens: int, written_tokens: int = 0
+) -> float:
     """Dollars for one answer.
 
     Args:
@@ -121,7 +123,9 @@ def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens:
     ) / 1e6
 
 
-def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]) -> CostBound:
+def bound_request_cost(
+    price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]
+) -> CostBound:
     """Upper bounds of a request.
 
     No tokenizer makes more tokens than there are bytes in UTF-8.
@@ -137,7 +141,7 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     input_tokens = text + more + REQUEST_TOKENS
     if price is None:
         return CostBound(input_tokens=input_tokens, output_tokens=max_tokens)
-    rates: list[Rates] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
+    rates: list[TokenPrices] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
     # The provider decides how much of the input is cached, or written to the cache.
     inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
     dollars = max(
@@ -212,13 +216,13 @@ def _count(holder: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _rates(price: Price, input_tokens: int) -> Rates:
+def _rates(price: Price, input_tokens: int) -> TokenPrices:
     tiers = [tier for tier in price.tiers if tier.above < input_tokens]
     return max(tiers, key=lambda tier: tier.above) if tiers else price
 
 
 def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:
-    listed = listed_model(model)
+    listed = litellm_model_info(model)
     tier = extra_body.get("service_tier")
     if tier == "priority" and "input_cost_per_token_priority" not in listed:
         return None

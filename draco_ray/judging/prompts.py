@@ -12,8 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draco_ray.config import plain_yaml
+from draco_ray.config.config_signature import create_once
 from draco_ray.config.load import project_file
-from draco_ray.config.origin import create_once
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score, Verdicts
 from draco_ray.judging.render import evidence_code

@@ -1,9 +1,9 @@
 """Parse a judge's reply into entries of the phase's schema; a `ReplyError` is sent back to the judge.
 
-The answer is the object with the request's tag, whatever else the reply contains (`own_answer`). Without a tag, the
-last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
-in four cases: there is no such value; two of them differ; an answer that does not satisfy the schema follows; or JSON
-around or after the answer does not parse but looks like an answer, since the value may then be a quotation of the
+The answer is the object with the request's tag, whatever else the reply contains (`extract_tagged_answer`). Without a
+tag, the last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked
+again in four cases: there is no such value; two of them differ; an answer that does not satisfy the schema follows; or
+JSON around or after the answer does not parse but looks like an answer, since the value may then be a quotation of the
 rollout. A truncated reply is always refused. Only what has a single meaning is repaired: a trailing comma, and a
 backslash that begins no escape.
 
@@ -187,7 +187,7 @@ def check_finish(text: str, finish_reason: str) -> None:
         raise ReplyError(f"the reply has {len(text)} characters; at most {MAX_REPLY_CHARACTERS} are read")
 
 
-def own_answer(text: str, tag: str, kind: type[Entry]) -> str:
+def extract_tagged_answer(text: str, tag: str, kind: type[Entry]) -> str:
     """The answer with the request's tag, or the whole text if nothing in it has a tag.
 
     Quotations of a rollout cannot contain the tag, which the rollout never saw.

@@ -45,7 +45,7 @@ OWN_FUSE = frozenset(("fuse.fuse-overlayfs",))
 """FUSE file systems of a container's own disk."""
 
 
-def check_own_disk(folder: Path) -> None:
+def check_local_disk(folder: Path) -> None:
     """Check that judge replies may be stored in a folder, which need not exist.
 
     Raises:
@@ -98,7 +98,7 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Book:
+class CostLedger:
     """Costs of the requests of a run by request number, in dollars."""
 
     settled: dict[str, float]
@@ -136,7 +136,7 @@ class ReplyCache:
         Raises:
             StoreError: it cannot be opened (SQLite writes to do so), or lies on a file system that machines share.
         """
-        check_own_disk(folder)
+        check_local_disk(folder)
         self._folder = folder
         self._claims: dict[str, _Claim] = {}
         # One thread, which owns SQLite's connection: requests are served in order.
@@ -371,7 +371,7 @@ def _is_there(file: Path) -> bool:
     return file.exists()
 
 
-def read_book(folder: Path, run: str = "") -> Book:
+def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
     """The book of a folder of replies; empty if there is none.
 
     Args:
@@ -400,7 +400,7 @@ def read_book(folder: Path, run: str = "") -> Book:
                 f"{str(amounts)[:80]}; expected its maximum cost and its cost, in dollars"
             )
     mine = [row for row in found if row[0].startswith(run)]
-    return Book(
+    return CostLedger(
         settled={number: dollars for number, _, dollars in mine if dollars is not None},
         under_way={number: most for number, most, dollars in mine if dollars is None},
     )
@@ -414,7 +414,7 @@ def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
     Raises:
         StoreError: the book cannot be read or written.
     """
-    freed = {number: most for number, most in read_book(folder).under_way.items() if number not in but}
+    freed = {number: most for number, most in read_cost_ledger(folder).under_way.items() if number not in but}
     if freed:
         try:
             with contextlib.closing(sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS)) as connection, connection:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.judging.completion import Completion, Request
-from draco_ray.judging.pricing import find_price, price_of
+from draco_ray.judging.pricing import find_price, reply_cost
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
 
@@ -38,7 +38,7 @@ class SelfJudgeClient:
         """
         self._samplers = list(samplers)
         self._in_flight = [0] * len(self._samplers)
-        self._chat = ChatTokens(tokenizer, thinking=config.self_judge.thinking)
+        self._chat = ChatTokenizer(tokenizer, thinking=config.self_judge.thinking)
         # None if the tag is several tokens: replies with reasoning are then not constrained.
         self._think_end: int | None = tokenizer.get_vocab().get(THINK_END)
         self._config = config
@@ -78,7 +78,7 @@ class SelfJudgeClient:
             _, closed, answer = text.partition(THINK_END)
             # Unfinished reasoning is no answer, whatever JSON it may quote.
             text, reason = (answer.strip(), reason) if closed else (text, "length")
-        dollars = price_of(self._price, len(prompt), 0, room) if self._price else 0.0
+        dollars = reply_cost(self._price, len(prompt), 0, room) if self._price else 0.0
         return replace(ended, text=text, finish_reason=reason, dollars=dollars)
 
     async def _sample(self, sampler: Any, prompt: list[int], request: Request) -> Sample:

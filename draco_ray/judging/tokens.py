@@ -20,7 +20,7 @@ from typing import Any, Literal
 from draco_ray.config.schema import FILES, RULES
 
 
-def quiet_litellm() -> Any:
+def import_litellm_quietly() -> Any:
     """Import LiteLLM, which takes seconds, without its downloads of a price list and of Anthropic's headers."""
     for name in ("LITELLM_LOCAL_MODEL_COST_MAP", "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS"):
         os.environ.setdefault(name, "True")
@@ -45,7 +45,7 @@ def refused_parameters(model: str, api_base: str | None, **parameters: Any) -> s
         api_base: endpoint; None: the provider's own.
         parameters: the parameters of the request.
     """
-    litellm = quiet_litellm()
+    litellm = import_litellm_quietly()
     try:
         name, provider, _, _ = litellm.get_llm_provider(model, api_base=api_base)
         litellm.utils.get_optional_params(model=name, custom_llm_provider=provider, **parameters)
@@ -63,11 +63,11 @@ def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens
         model: LiteLLM's name of the model, provider prefix included.
         kind: limit of prompts or of replies.
     """
-    known = listed_model(model).get(kind)
+    known = litellm_model_info(model).get(kind)
     return known if isinstance(known, int) and known > 0 else None
 
 
-def listed_model(model: str) -> Mapping[str, Any]:
+def litellm_model_info(model: str) -> Mapping[str, Any]:
     """The row of LiteLLM's price table for a model; empty for a model that is not listed.
 
     The file is read without LiteLLM, whose import takes seconds and is only needed for names that it rewrites.
@@ -81,7 +81,7 @@ def listed_model(model: str) -> Mapping[str, Any]:
             (row := table.get(name)) and str(row.get("litellm_provider")).startswith(provider)
         ):
             return row
-    litellm = quiet_litellm()
+    litellm = import_litellm_quietly()
     try:
         key = litellm.get_model_info(model)["key"]
     except Exception:  # LiteLLM raises a plain Exception for an unknown model.
@@ -114,7 +114,7 @@ _TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request
 _NUMBER = re.compile(r"(?<![\w.:=-])\d[\d,]{2,12}(?![\w:-])")
 
 
-def learned_rate(rate: float, size: int, tokens: int) -> float:
+def update_tokens_per_byte(rate: float, size: int, tokens: int) -> float:
     """Tokens per byte after a provider reported ``tokens`` for a text; ``rate`` if that number is implausible.
 
     Args:

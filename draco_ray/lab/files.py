@@ -10,7 +10,7 @@ from pathlib import Path
 from draco_ray.errors import ConfigError
 
 
-def check_file(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Check, before any work, that a file can be written.
 
     Raises:
@@ -26,7 +26,7 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"--out {path}: cannot be written: no permission to write in {path.parent}")
 
 
-def check_folder(path: Path) -> Path:
+def create_output_folder(path: Path) -> Path:
     """Create the output folder, before any work.
 
     Raises:
@@ -42,13 +42,13 @@ def check_folder(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_output_file(path: Path) -> Iterator[Path]:
     """A temporary file that is renamed to ``path`` if the block succeeds and removed if it fails.
 
     Raises:
-        ConfigError: as `check_file`, or a full disk.
+        ConfigError: as `check_writable`, or a full disk.
     """
-    check_file(path)
+    check_writable(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         yield temporary
@@ -59,13 +59,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Replace a file at once, so that a reader never sees a part of it."""
     temporary = path.with_name(f".{path.name}.unfinished")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
 
 
-def csv_text(text: str) -> str:
+def escape_csv_formula(text: str) -> str:
     """A text as a CSV cell that spreadsheets do not run as a formula: an apostrophe marks it as text."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -18,7 +18,7 @@ RowT = TypeVar("RowT", bound=Mapping[str, Any])
 ParametersT = ParamSpec("ParametersT")
 
 
-def columns(*groups: str) -> pa.Schema:
+def table_schema(*groups: str) -> pa.Schema:
     """A schema with these columns, in order; each group is ``"type: names"``.
 
     >>> columns("string: run judge", "int64: step", "string[]: titles").names
@@ -32,22 +32,22 @@ def columns(*groups: str) -> pa.Schema:
     return pa.schema(fields)
 
 
-def table_of(
+def collect_table(
     *groups: str,
 ) -> Callable[[Callable[ParametersT, Iterable[Mapping[str, Any]]]], Callable[ParametersT, pa.Table]]:
-    """Collect the rows that the decorated function yields into a table with these `columns`.
+    """Collect the rows that the decorated function yields into a table with these `table_schema`.
 
     A column without a value is null, as are infinite numbers and NaN; ``run`` is the name of the run directory that the
     function reads.
     """
-    schema = columns(*groups)
+    schema = table_schema(*groups)
 
     def decorated(rows_of: Callable[ParametersT, Iterable[Mapping[str, Any]]]) -> Callable[ParametersT, pa.Table]:
         @functools.wraps(rows_of)
         def collected(*given: ParametersT.args, **named: ParametersT.kwargs) -> pa.Table:
             about = {"run": given[0].path.name} if isinstance(given[0], RunDirectory) else {}
             rows = [
-                about | {name: finite(cell) if isinstance(cell, float) else cell for name, cell in row.items()}
+                about | {name: finite_or_none(cell) if isinstance(cell, float) else cell for name, cell in row.items()}
                 for row in rows_of(*given, **named)
             ]
             return pa.Table.from_pylist(rows, schema=schema)
@@ -80,6 +80,6 @@ def mean(values: Iterable[float]) -> float | None:
     return math.fsum(kept) / len(kept) if kept else None
 
 
-def finite(value: float | None) -> float | None:
+def finite_or_none(value: float | None) -> float | None:
     """The value; None if it is missing, infinite or NaN."""
     return value if value is not None and math.isfinite(value) else None

@@ -50,7 +50,7 @@ from draco_ray.training.metrics import step_metrics, update_metrics
 from draco_ray.training.resume import config_changes, recorded_order
 from draco_ray.training.session import learner_config, static_criteria
 from draco_ray.training.trainer import streamed_update
-from draco_ray.workers.local import LocalActor, resolved
+from draco_ray.workers.local import LocalActor, resolve
 
 if TYPE_CHECKING:
     from draco_ray.learner.lora_learner import LoraLearner
@@ -467,7 +467,7 @@ class _Relearner:
         Raises:
             DamagedRun: the gradient or the step's checkpoint differs.
         """
-        groups = [resolved(group) for group in samples]
+        groups = [resolve(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
         self._worker.publish(version=step)
         learned = update_metrics(update.updates)

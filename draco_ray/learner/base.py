@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
 from draco_ray.records import FloatArray
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 if TYPE_CHECKING:
     import ray
@@ -161,12 +161,12 @@ class LearnerFactory(Protocol):
 
 
 def find_learner(name: str) -> LearnerFactory:
-    """The learner of that name (see `draco_ray.registry.find`).
+    """The learner of that name (see `draco_ray.registry.find_component`).
 
     Raises:
         ConfigError: there is no such learner, or it is a class that lacks methods of `Learner`.
     """
-    factory: LearnerFactory = find("learner.use", name, LEARNERS)
+    factory: LearnerFactory = find_component("learner.use", name, LEARNERS)
     wanted = [method for method in dir(Learner) if not method.startswith("_")]
     missing = [method for method in wanted if not hasattr(factory, method)] if isinstance(factory, type) else []
     if missing or not callable(factory):

@@ -16,8 +16,8 @@ import ray
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.observability.logs import private_files
-from draco_ray.placement import beside_the_driver
+from draco_ray.observability.logs import set_private_umask
+from draco_ray.placement import driver_node_affinity
 
 
 class Command(NamedTuple):
@@ -30,7 +30,7 @@ class Command(NamedTuple):
     """The keyword arguments."""
 
 
-class Start(NamedTuple):
+class StartPosition(NamedTuple):
     """Where workers start, at first or after a failure."""
 
     checkpoint: str | None
@@ -46,7 +46,7 @@ def start_command_log(workers: int, resume_from: str | None, max_failures: int, 
         .options(
             name=f"LearnerCommands@{run_name}",
             num_cpus=0,
-            scheduling_strategy=beside_the_driver(),
+            scheduling_strategy=driver_node_affinity(),
             max_concurrency=1000,
         )
         .remote(workers, resume_from, max_failures)
@@ -77,7 +77,7 @@ class CommandLog:
         """Results by position, then by rank."""
         self._waiting: dict[int, asyncio.Future[list[Any]]] = {}
         self._end = 0
-        self._start = Start(checkpoint=resume_from, position=0)
+        self._start = StartPosition(checkpoint=resume_from, position=0)
         self._grown = asyncio.Condition()
         self._failure: str | None = None
         self._saving = asyncio.Lock()
@@ -105,14 +105,14 @@ class CommandLog:
         async with self._saving:
             position = self._end
             snapshot, *_ = await self.submit(Command("snapshot"))
-            private_files()
+            set_private_umask()
             try:
                 await asyncio.to_thread(snapshot.write, Path(directory))
             except LearnerError:
                 raise
             except Exception as error:
                 raise LearnerError(f"checkpoint {directory}: {type(error).__name__}: {error}") from error
-            self._start = Start(checkpoint=directory, position=position + 1)
+            self._start = StartPosition(checkpoint=directory, position=position + 1)
             self._failures = 0
             self._log = {later: command for later, command in self._log.items() if later > position}
 
@@ -123,7 +123,7 @@ class CommandLog:
         async with self._saving:
             pass
 
-    async def start(self) -> Start | None:
+    async def start(self) -> StartPosition | None:
         """The starting point for new workers: the last complete checkpoint and the command after it.
 
         Called once for all workers, because they are started together.

@@ -18,12 +18,12 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.base import UpdateMetrics
 from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.context import Context
+from draco_ray.learner.context_parallel import ContextParallelGroup
 from draco_ray.learner.loss import (
     HISTOGRAM_BINS,
     LOG_RATIO_BOUND,
-    correction,
     grpo_loss,
+    importance_weights,
     k3_estimates,
     log_ratio_histogram,
     ratio_quantile,
@@ -82,7 +82,7 @@ class LoraLearner:
         device: torch.device | str = "cpu",
         reduce: Callable[[Tensor], object] | None = None,
         mesh: DeviceMesh | None = None,
-        context: Context | None = None,
+        context: ContextParallelGroup | None = None,
     ) -> None:
         """Load the model and start with an untrained adapter.
 
@@ -156,7 +156,9 @@ class LoraLearner:
                 reference_V = self.policy.logprobs(batch.micro_batch)[0] if self._config.kl_coefficient > 0 else None
             logprob_V, entropy_V = self.policy.logprobs(batch.micro_batch)
             old_V = logprob_V.detach() if batch.old_logprob_V is None else batch.old_logprob_V
-            weight_V, truncated, masked = correction(old_V, batch.engine_logprob_V, batch.sample_V, self._config)
+            weight_V, truncated, masked = importance_weights(
+                old_V, batch.engine_logprob_V, batch.sample_V, self._config
+            )
             loss = grpo_loss(logprob_V, old_V, reference_V, batch.advantage_V, entropy_V, self._config, weight_V)
             loss.total.backward()
             added["valid_tokens"] += len(old_V)

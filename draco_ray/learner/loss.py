@@ -135,7 +135,7 @@ HISTOGRAM_BOUND, HISTOGRAM_BINS = 2.0, 800
 """Log-ratios are counted in bins from -bound to bound, each 0.5 % of ratio wide; the outer two are unbounded."""
 
 
-class Correction(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """Importance weights of the tokens' policy loss."""
 
     weight_V: Tensor | None
@@ -146,7 +146,9 @@ class Correction(NamedTuple):
     """Number of tokens with weight 0."""
 
 
-def correction(old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Correction:
+def importance_weights(
+    old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tensor, config: LearnerConfig
+) -> ImportanceWeights:
     """Importance weights, at most `learner.importance_cap`, and 0 outside `learner.mask_low` to `learner.mask_high`.
 
     A masked token keeps its KL and entropy terms and still counts in the token mean.
@@ -167,7 +169,7 @@ def correction(old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tenso
         kept_V = _kept(log_ratio_V, sample_V, config)
         masked = (~kept_V).sum()
         weight_V = kept_V.to(log_ratio_V.dtype) if weight_V is None else weight_V * kept_V
-    return Correction(weight_V=weight_V, truncated=truncated, masked=masked)
+    return ImportanceWeights(weight_V=weight_V, truncated=truncated, masked=masked)
 
 
 def log_ratios_at(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> Tensor:
@@ -258,7 +260,7 @@ def grpo_loss(
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
         entropy_V: nats; has a gradient only if its coefficient is positive.
         config: clip ranges and coefficients.
-        importance_V: factor on each token's policy loss, see `correction`; None is 1.
+        importance_V: factor on each token's policy loss, see `importance_weights`; None is 1.
     """
     ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_V = -advantage_V * ratio_V

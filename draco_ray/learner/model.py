@@ -45,7 +45,7 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_config import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError, first_line
-from draco_ray.learner.context import Context
+from draco_ray.learner.context_parallel import ContextParallelGroup
 from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
 from draco_ray.learner.pointwise import fuse
@@ -299,7 +299,7 @@ class AdaptedModel:
         seed: int,
         device: torch.device,
         mesh: DeviceMesh | None = None,
-        context: Context | None = None,
+        context: ContextParallelGroup | None = None,
     ) -> None:
         """Load the base model and add an untrained adapter: lora_A drawn from ``seed``, lora_B zero.
 
@@ -344,7 +344,7 @@ class AdaptedModel:
         else:
             shard_base(base, mesh, device)
         self._check_head(model.path)
-        self._context: Context | None = None
+        self._context: ContextParallelGroup | None = None
         """The workers that share micro-batches, which needs packing."""
         self.packs = False
         """Whether a micro-batch may hold several sequences."""
@@ -459,7 +459,7 @@ class AdaptedModel:
         return hidden_1TH[0, torch.from_numpy(batch.predictor_V).to(self.device)]
 
     @torch.no_grad()
-    def _try_packing(self, base: Any, context: Context | None) -> None:
+    def _try_packing(self, base: Any, context: ContextParallelGroup | None) -> None:
         """Install segment attention, unless packed sequences do not give the outputs of separate ones."""
         ids_T = np.arange(24)
         # All share 17 tokens; the first, third and fourth share a prompt of 18.

@@ -40,7 +40,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor
     return weight * (wide * scale).to(x.dtype), scale
 
 
-def norm_slope(slope: Tensor, x: Tensor, weight: Tensor, scale: Tensor, centred: bool) -> Tensor:
+def norm_input_grad(slope: Tensor, x: Tensor, weight: Tensor, scale: Tensor, centred: bool) -> Tensor:
     """Gradient with respect to ``x``, given the gradient with respect to the norm."""
     unit = x.to(scale.dtype) * scale
     factor = 1.0 + weight.to(scale.dtype) if centred else weight
@@ -54,7 +54,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def gated_slopes(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+def gated_grads(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients with respect to ``gate`` and ``up``, given the gradient with respect to their product."""
     gate_slope = torch.ops.aten.silu_backward(slope * up, gate)
     return gate_slope, slope * torch.nn.functional.silu(gate)
@@ -149,7 +149,7 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        slope = kernel(norm_slope, ctx.compiled)(gradients[0], x, weight, scale, ctx.centred)
+        slope = kernel(norm_input_grad, ctx.compiled)(gradients[0], x, weight, scale, ctx.centred)
         return slope, None, None, None, None
 
 
@@ -165,4 +165,4 @@ class _Gated(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *kernel(gated_slopes, ctx.compiled)(gradients[0], gate, up), None
+        return *kernel(gated_grads, ctx.compiled)(gradients[0], gate, up), None

@@ -14,7 +14,7 @@ from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.learner.command_log import Command, start_command_log
 from draco_ray.learner.train_loop import LoopSettings, fit
-from draco_ray.placement import beside_the_driver
+from draco_ray.placement import driver_node_affinity
 from draco_ray.records import FloatArray, IntArray
 
 PATIENCE_SECONDS = 30.0
@@ -77,7 +77,7 @@ class RayLoraLearner:
             name=f"LearnerTrainer@{self._run.name}",
             num_cpus=0,
             # Ray Train's controller runs on the same node as this task.
-            scheduling_strategy=beside_the_driver(),
+            scheduling_strategy=driver_node_affinity(),
             max_retries=0,
         )
         self._fit = trainer.remote(settings)

@@ -3,7 +3,7 @@
 Attention is computed for each segment, over the keys of the segment and of those that it continues; on a GPU each is
 one call of a Flash kernel. A gated delta net (Qwen3.5 and 3.6) is called for each segment with the states after the
 segment that it continues, so that the model's own code and kernels are used. Gradients flow through keys, values and
-states. Workers that share a micro-batch each compute their heads (`draco_ray.learner.context`).
+states. Workers that share a micro-batch each compute their heads (`draco_ray.learner.context_parallel`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from draco_ray.learner.context import PROJECTIONS, Context, DeltaNetHeads
+from draco_ray.learner.context_parallel import PROJECTIONS, ContextParallelGroup, DeltaNetHeads
 from draco_ray.learner.packing import Segment
 
 ATTENTION = "draco_segments"
@@ -63,7 +63,7 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     segments: Sequence[Segment] | None = None,
-    context: Context | None = None,
+    context: ContextParallelGroup | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """Attention with transformers' signature: arrays are batch x heads x tokens x head size.
@@ -154,7 +154,7 @@ def _over_tokens(mixer: Any) -> Callable[..., Tensor]:
     """The forward of a gated delta net over a micro-batch, or over this worker's part of it."""
     whole = mixer.forward
 
-    def call(hidden_states: Tensor, *, context: Context | None = None, **given: Any) -> Tensor:
+    def call(hidden_states: Tensor, *, context: ContextParallelGroup | None = None, **given: Any) -> Tensor:
         if context is None:
             return _by_segment(whole, hidden_states, **given)
         heads = DeltaNetHeads(mixer, context)

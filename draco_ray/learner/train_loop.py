@@ -19,15 +19,15 @@ from typing import Any
 
 from draco_ray.config.machine import set_threads
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.engine.actor import CoreWatch
+from draco_ray.engine.actor import StallDetector
 from draco_ray.errors import DracoError, LearnerError
-from draco_ray.learner.command_log import Start
+from draco_ray.learner.command_log import StartPosition
 from draco_ray.records import Adapter
 
 LOOK_SECONDS = 5.0
 
 
-def end_if_hung(watch: CoreWatch, progress: Callable[[], int], end: Callable[[], object]) -> None:
+def end_if_hung(watch: StallDetector, progress: Callable[[], int], end: Callable[[], object]) -> None:
     """Call ``end`` when the running call makes no progress. Run in a daemon thread, which lasts as long as the process.
 
     Ray Train's own health check is answered by another thread of the process, so it does not see that a kernel hangs.
@@ -79,7 +79,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
         raise
 
 
-def _start(log: Any) -> Start | None:
+def _start(log: Any) -> StartPosition | None:
     """The workers' starting point; None: they end at once.
 
     Rank 0 asks the log and broadcasts the answer. If each worker asked, only some might learn that the log has given
@@ -90,7 +90,7 @@ def _start(log: Any) -> Start | None:
     import torch.distributed
 
     context = ray.train.get_context()
-    told: list[Start | None] = [None]
+    told: list[StartPosition | None] = [None]
     if context.get_world_rank() == 0:
         with suppress(LogLost):
             told = [_get(log.start.remote())]
@@ -109,19 +109,19 @@ def _get(reply: Any) -> Any:
         raise LogLost from error
 
 
-def _run(given: LoopSettings, start: Start) -> None:
+def _run(given: LoopSettings, start: StartPosition) -> None:
     import ray
     import ray.train.torch
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
-    from draco_ray.learner.context import context_group
+    from draco_ray.learner.context_parallel import context_group
     from draco_ray.learner.lora_learner import LoraLearner
     from draco_ray.learner.worker import LearnerWorker
-    from draco_ray.observability.logs import private_files
+    from draco_ray.observability.logs import set_private_umask
 
     # Keep the files private that Ray Train writes into the run directory.
-    private_files()
+    set_private_umask()
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if given.config.gpus_per_worker == 0:
@@ -148,7 +148,7 @@ def _run(given: LoopSettings, start: Start) -> None:
         return
     worker = LearnerWorker(learner, rank=rank, workers=workers)
     seconds = given.config.hang_seconds
-    watch = CoreWatch(seconds, LOOK_SECONDS)
+    watch = StallDetector(seconds, LOOK_SECONDS)
     hung = (watch, lambda: learner.policy.progress, partial(_end_hung, given.log, seconds))
     threading.Thread(target=end_if_hung, args=hung, name="hang watch", daemon=True).start()
     position = start.position

@@ -24,7 +24,7 @@ LOGGER = "draco_ray"
 """Parent of this package's loggers; vLLM, Ray and LiteLLM write to Ray's logs instead."""
 
 
-class Where(NamedTuple):
+class LogContext(NamedTuple):
     """What the current asyncio task works on; None: not applicable."""
 
     step: int | None = None
@@ -32,11 +32,11 @@ class Where(NamedTuple):
     rollout: int | None = None
 
 
-_NOWHERE = Where()
-_where: contextvars.ContextVar[Where] = contextvars.ContextVar("draco_ray_where", default=_NOWHERE)
+_NOWHERE = LogContext()
+_where: contextvars.ContextVar[LogContext] = contextvars.ContextVar("draco_ray_where", default=_NOWHERE)
 
 
-def working_on(group: str, rollout: int | None = None) -> None:
+def set_log_context(group: str, rollout: int | None = None) -> None:
     """Set what the current asyncio task works on; tasks it starts inherit this.
 
     Args:
@@ -45,7 +45,7 @@ def working_on(group: str, rollout: int | None = None) -> None:
     """
     match = re.fullmatch(r"(?:step|evaluation)(\d+)/(.+)", group)
     step, task = (int(match[1]), match[2]) if match else (None, group)
-    _where.set(Where(step, task, rollout))
+    _where.set(LogContext(step, task, rollout))
 
 
 def start_run_log(run: Path | None = None) -> None:
@@ -62,7 +62,7 @@ def start_run_log(run: Path | None = None) -> None:
     stop_run_log()
     process = _process_name()
     folder = Path(named) / FOLDER
-    private_files()
+    set_private_umask()
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
@@ -75,7 +75,7 @@ def start_run_log(run: Path | None = None) -> None:
         logger.setLevel(logging.INFO)
 
 
-def private_files() -> None:
+def set_private_umask() -> None:
     """Make files that this process writes private to the user, since run directories are private."""
     os.umask(0o077)
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from draco_ray.config.config_signature import write_private
 from draco_ray.config.keys import flat
-from draco_ray.config.origin import write_private
 from draco_ray.errors import ConfigError, first_line
 
 

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.tool_calls import ToolUse
+from draco_ray.engine.tool_calls import ParsedToolCalls
 from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from draco_ray.records import BoolArray, EpisodeEnd, FloatArray, IntArray, Message, Task, Trajectory, Usage
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 SPLIT = "--- user ---"
 
@@ -127,7 +127,7 @@ class PolicyTurn:
     """Whether the turn exceeds the response's token limit, so that it is not acted on."""
     error: str | None = None
     """Why there is no turn; None if there is one."""
-    tool_use: ToolUse | None = None
+    tool_use: ParsedToolCalls | None = None
     """Its tool calls if the prompt lists tools (`draco_ray.records.TOOLS`); None also for a truncated turn."""
 
 
@@ -203,7 +203,7 @@ class Agent(Protocol):
 
 def find_agent(use: str) -> type[Agent]:
     """The class that ``agent.use`` names. Raises: ConfigError."""
-    kind: type[Agent] = find("agent.use", use, AGENTS)
+    kind: type[Agent] = find_component("agent.use", use, AGENTS)
     return kind
 
 

@@ -15,13 +15,13 @@ from collections.abc import Awaitable
 from pathlib import Path
 
 from draco_ray.errors import DracoError
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 
 def main() -> None:
     """Run the function named by the first argument."""
     try:
-        function = find("agent.function", sys.argv[1], {})
+        function = find_component("agent.function", sys.argv[1], {})
     except DracoError as error:
         raise SystemExit(str(error)) from None
     task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))

@@ -45,7 +45,7 @@ def cut_output(output: str, limit: int) -> str:
     return f"{readable[:limit]}\n[output cut: {len(readable) - limit} more characters]"
 
 
-def numbered(names: Sequence[str], results: Sequence[str]) -> str:
+def number_tool_results(names: Sequence[str], results: Sequence[str]) -> str:
     """The results of a turn's calls as one text; several are listed by number and name.
 
     >>> numbered(["add", "sub"], ["3", "1"])

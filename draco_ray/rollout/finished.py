@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.environments.base import ended_by
+from draco_ray.environments.base import termination_if_stopped
 from draco_ray.records import Termination, Trajectory, Usage
 from draco_ray.summaries import RolloutSummary
 
@@ -58,7 +58,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=trajectory.termination or ended_by(trajectory.ended) or Termination.FINISHED,
+        termination=trajectory.termination or termination_if_stopped(trajectory.ended) or Termination.FINISHED,
         error=trajectory.error,
         turns=len(trajectory.turns),
         sampled_tokens=int(trajectory.sampled_T.sum()),

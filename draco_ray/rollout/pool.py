@@ -56,7 +56,11 @@ class RolloutWorkers:
             max_calls=config.slots,
         )
         self.watched = MonitoredWorkers(
-            self.elastic, up=monitor.up, end=self._end, restart=monitor.restart, timeout_seconds=TIMEOUT_SECONDS
+            self.elastic,
+            up=monitor.wait_until_up,
+            end=self._end,
+            restart=monitor.restart,
+            timeout_seconds=TIMEOUT_SECONDS,
         )
         self._ending: set[asyncio.Task[None]] = set()
 

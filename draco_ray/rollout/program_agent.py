@@ -17,10 +17,10 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from draco_ray.config.schema import AgentConfig, Tree
+from draco_ray.config.schema import AgentConfig, ConfigSection
 from draco_ray.environments.base import World
 from draco_ray.environments.jail.program import ENDPOINT
-from draco_ray.environments.program import Command, Ran, passed_environment, run_program
+from draco_ray.environments.program import Command, ProgramResult, passed_env_vars, run_program
 from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.environments.workspace import Workspace
 from draco_ray.errors import ConfigError, EnvironmentCrashed
@@ -38,7 +38,7 @@ FOLDER = Path(__file__).parent / "harnesses"
 _VERSION_SECONDS = 60.0
 
 
-class Harness(Tree):
+class Harness(ConfigSection):
     """One recipe. Command and variables may contain the placeholders ``{prompt}``, ``{model}`` and environment
     variables of the program, such as ``{OPENAI_BASE_URL}``."""
 
@@ -67,7 +67,7 @@ class Harness(Tree):
             with PrivateTempDir() as home:
                 ran = subprocess.run(
                     [program, "--version"],
-                    env={**passed_environment(()), "HOME": str(home)},
+                    env={**passed_env_vars(()), "HOME": str(home)},
                     stdin=subprocess.DEVNULL,
                     capture_output=True,
                     text=True,
@@ -231,7 +231,7 @@ class ProgramAgent:
             started.environment["DRACO_TASK_FILE"] = file
         return started
 
-    def _end(self, episode: Episode, ran: Ran) -> tuple[EpisodeEnd, str | None]:
+    def _end(self, episode: Episode, ran: ProgramResult) -> tuple[EpisodeEnd, str | None]:
         """How the episode ended, and the error, if any."""
         how = f"ended with exit code {ran.exit_code}"
         if ran.exit_code is None:
@@ -267,7 +267,7 @@ class ProgramAgent:
         work = task.fields.get(WORKSPACE) or str(scratch)
         tools = {"DRACO_TOOLS_URL": f"{base_url}/tools"} if task.tools else {}
         return (
-            passed_environment(self._config.pass_environment)
+            passed_env_vars(self._config.pass_environment)
             | tools
             | {
                 "OPENAI_BASE_URL": base_url,
@@ -344,7 +344,7 @@ async def _changes(workspace: Workspace, config: AgentConfig) -> str:
     return f"What it changed:\n{cut_output(diff, config.max_output_characters)}" if diff else "It changed no file."
 
 
-def _closing(ran: Ran) -> str:
+def _closing(ran: ProgramResult) -> str:
     how = "stopped at its time limit" if ran.exit_code is None else f"exit code {ran.exit_code}"
     parts = [f"The agent's program: {how} after {ran.seconds:.1f} s."]
     for name, text in (("standard output", ran.output), ("standard error", ran.errors)):

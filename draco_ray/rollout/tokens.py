@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample, Sampler
-from draco_ray.engine.tool_calls import ToolUse, check_calls
+from draco_ray.engine.tool_calls import ParsedToolCalls, check_tool_calls_parsable
 from draco_ray.records import GAP, TOOLS, Message, Usage
 from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
@@ -28,14 +28,14 @@ class EnginePolicies:
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
         """The policies, in the order of the engines."""
-        chat = ChatTokens(self.tokenizer, thinking=agent.thinking)
+        chat = ChatTokenizer(self.tokenizer, thinking=agent.thinking)
         return [TokenPolicy(sampler, chat, agent) for sampler in self.samplers]
 
 
 class TokenPolicy:
     """A policy that samples from one engine."""
 
-    def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig) -> None:
+    def __init__(self, sampler: Sampler, chat: ChatTokenizer, config: AgentConfig) -> None:
         self.sampler = sampler
         self.chat = chat
         self.config = config
@@ -45,7 +45,7 @@ class TokenPolicy:
         """The engine's name."""
         return self.sampler.name
 
-    async def read_calls(self, text: str, tools: str) -> ToolUse | None:
+    async def read_calls(self, text: str, tools: str) -> ParsedToolCalls | None:
         """Parse the tool calls of a turn; ``tools``: JSON array of function schemas. Raises: ConfigError."""
         parser, thinking = self.config.tool_parser, self.config.thinking
         return await self.sampler.read_calls(text, tools, parser=parser, thinking=thinking)
@@ -55,7 +55,7 @@ class TokenPolicy:
         tokens = self.chat.prompt(prompt)[-self.config.max_prompt_length :]
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
         if tools is not None:
-            check_calls(self.chat, self.config.tool_parser)
+            check_tool_calls_parsable(self.chat, self.config.tool_parser)
         return TokenConversation(self, tokens, tools, request.seed)
 
 
@@ -81,7 +81,7 @@ class TokenSequence:
         return first, len(self.ids)
 
 
-def joined(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
+def join_token_sequences(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     """The token arrays of a `Trajectory` that consists of these sequences, one after another."""
     return {
         "token_ids_T": np.array([token for each in sequences for token in each.ids], dtype=np.int32),
@@ -92,7 +92,7 @@ def joined(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
 
 
 def beginnings(sequences: Sequence[TokenSequence]) -> list[int]:
-    """The position of each sequence's first token in `joined`."""
+    """The position of each sequence's first token in `join_token_sequences`."""
     return [0, *itertools.accumulate(len(each.ids) for each in sequences)][: len(sequences)]
 
 
@@ -172,7 +172,7 @@ class TokenConversation:
             output_tokens=sum(self._tokens.sampled),
         )
         return TokenRecord(
-            **joined([self._tokens]),
+            **join_token_sequences([self._tokens]),
             prompt_length=self._prompt_length,
             policy_version=self._policy_version or 0,
             usage=usage,

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from draco_ray.engine.tool_calls import ToolCall, ToolUse
+from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCall
 from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message, Task
 from draco_ray.rollout.agent import Conversation, PolicyTurn, fill_agent_prompt
-from draco_ray.rollout.code_block import cut_output, numbered
-from draco_ray.rollout.turn_agent import Step, TurnAgent
+from draco_ray.rollout.code_block import cut_output, number_tool_results
+from draco_ray.rollout.turn_agent import TurnAction, TurnAgent
 
 
 class ToolAgent(TurnAgent):
@@ -33,7 +33,7 @@ class ToolAgent(TurnAgent):
             )
         return (Message(role=TOOLS, content=task.tools), *fill_agent_prompt(self._template, task))
 
-    def step(self, said: PolicyTurn) -> Step | None:
+    def step(self, said: PolicyTurn) -> TurnAction | None:
         """See `TurnAgent`."""
         use = said.tool_use
         if use is None:
@@ -41,13 +41,13 @@ class ToolAgent(TurnAgent):
 
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             results = [cut_output(result, self._config.max_output_characters) for result in await _results(use, world)]
-            told = numbered([call.name for call in use.calls], results)
+            told = number_tool_results([call.name for call in use.calls], results)
             return told, lambda conversation: conversation.answer(results)
 
-        return Step(action=use.text, act=act)
+        return TurnAction(action=use.text, act=act)
 
 
-async def _results(use: ToolUse, world: World) -> list[str]:
+async def _results(use: ParsedToolCalls, world: World) -> list[str]:
     if use.problem is not None:
         return [f"error: {use.problem}; nothing was called"]
     return [await _result(call, world) for call in use.calls]

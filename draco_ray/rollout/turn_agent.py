@@ -18,7 +18,7 @@ from draco_ray.rollout.code_block import cut_output, extract_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class TurnAction:
     """The action of a turn."""
 
     action: str
@@ -42,7 +42,7 @@ class TurnAgent(ABC):
         self._template = template
 
     @abstractmethod
-    def step(self, said: PolicyTurn) -> Step | None:
+    def step(self, said: PolicyTurn) -> TurnAction | None:
         """The action of a turn; None if it has none. Not called for turns that exceed the response's token limit."""
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
@@ -133,7 +133,7 @@ class CodeAgent(TurnAgent):
             raise ConfigError(f"agent.use=code: task {task.task_id!r} has tools; set agent.use=tool_calling")
         return super().prompt(task)
 
-    def step(self, said: PolicyTurn) -> Step | None:
+    def step(self, said: PolicyTurn) -> TurnAction | None:
         """See `TurnAgent`."""
         code = extract_code(said.text, thinking=said.opens_thinking, complete=not said.cut)
         if code is None:
@@ -143,4 +143,4 @@ class CodeAgent(TurnAgent):
             output = cut_output(await world.act(code), self._config.max_output_characters)
             return output, lambda conversation: conversation.tell(output)
 
-        return Step(action=code, act=act)
+        return TurnAction(action=code, act=act)

@@ -16,24 +16,24 @@ from typing import Any
 
 import ray
 
-from draco_ray.config.file_names import file_name
+from draco_ray.config.file_names import validate_file_name
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import (
     Environment,
     GuardedWorld,
     World,
     WorldVerdict,
-    crash,
     make_environment,
+    to_environment_crash,
 )
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
-from draco_ray.observability.logs import start_run_log, working_on
+from draco_ray.observability.logs import set_log_context, start_run_log
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, agent_template, find_agent
 from draco_ray.rollout.finished import summarise
 from draco_ray.summaries import RolloutSummary
 from draco_ray.temp_dirs import PrivateTempDir
-from draco_ray.workers.monitor import kept_argument
+from draco_ray.workers.monitor import pin_argument
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class RolloutWorkerActor:
 
         Returns: the trajectory (for the object store), its summary, and the environment's verdict if it evaluates.
         """
-        working_on(request.group, request.rollout)
+        set_log_context(request.group, request.rollout)
         slot = await self._free.get()
         started = time.time()
         try:
@@ -126,7 +126,9 @@ class RolloutWorkerActor:
         if self._kept is None:
             return
         try:
-            parts = [file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")]
+            parts = [
+                validate_file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")
+            ]
             folder = self._kept.joinpath(*parts)
             # Remove files of an earlier attempt, from before a crash.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
@@ -164,7 +166,7 @@ async def _opened(slot: Environment, task_id: str) -> World:
     except ConfigError:
         raise
     except Exception as error:
-        raise crash(slot.name, task_id, error) from error
+        raise to_environment_crash(slot.name, task_id, error) from error
 
 
 async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
@@ -229,7 +231,7 @@ def rollout_starter(
     agent = agent.model_copy(update={"folder": agent.folder.resolve()})
     template = agent_template(agent.prompt, make_environment(environment, data).agent_prompt)
     slots = environment.slots_of_worker
-    kept_policies = kept_argument(policies)
+    kept_policies = pin_argument(policies)
 
     def start(number: int) -> Any:
         return remote.options(

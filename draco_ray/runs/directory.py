@@ -2,7 +2,7 @@
 
 ::
 
-    run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
+    run.json                          schema version, and whose configuration it is (`config.config_signature`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line per training step
     manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
@@ -38,11 +38,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from draco_ray.config import origin
-from draco_ray.config.file_names import file_name
+from draco_ray.config import config_signature
+from draco_ray.config.config_signature import private_opener
+from draco_ray.config.config_signature import write_private as write_private
+from draco_ray.config.file_names import validate_file_name
 from draco_ray.config.load import load_config
-from draco_ray.config.origin import private
-from draco_ray.config.origin import write_private as write_private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
@@ -61,7 +61,7 @@ def write_part(path: Path, rows: pa.Table) -> None:
         stream.write_table(rows)
     data = sink.getvalue()
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb", opener=private) as file:
+    with open(temporary, "wb", opener=private_opener) as file:
         file.write(data)
         file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
     os.replace(temporary, path)
@@ -228,12 +228,12 @@ class RunDirectory:
         except OSError as error:
             raise ConfigError(f"{path}: not a run directory ({error.strerror})") from None
         run = cls(path)
-        if run.schema_version != origin.SCHEMA_VERSION:
+        if run.schema_version != config_signature.SCHEMA_VERSION:
             raise DamagedRun(
-                f"{path}: run directory of schema version {run.schema_version}, expected {origin.SCHEMA_VERSION}; "
-                "use the draco-ray that wrote it, or start a new run"
+                f"{path}: run directory of schema version {run.schema_version}, expected "
+                f"{config_signature.SCHEMA_VERSION}; use the draco-ray that wrote it, or start a new run"
             )
-        if not run.ours and (link := origin.link_out(path)) is not None:
+        if not run.ours and (link := config_signature.find_escaping_symlink(path)) is not None:
             raise DamagedRun(f"{link}: this link leads out of a run directory that somebody else made; remove the link")
         return run
 
@@ -272,9 +272,9 @@ class RunDirectory:
         path = self.path / "config.yaml"
         if path.exists():
             # If the process is killed between these writes, run.json matches the configuration, be it old or new.
-            origin.write_origin(self.path, read_text(path), config_yaml)
+            config_signature.sign_config(self.path, read_text(path), config_yaml)
         write_private(path, config_yaml)
-        origin.write_origin(self.path, config_yaml)
+        config_signature.sign_config(self.path, config_yaml)
         for known in ("_config", "ours", "schema_version"):
             self.__dict__.pop(known, None)
 
@@ -282,7 +282,7 @@ class RunDirectory:
     def ours(self) -> bool:
         """Whether this user wrote its configuration."""
         try:
-            return origin.is_ours(self.path, self.config_text())
+            return config_signature.is_ours(self.path, self.config_text())
         except DamagedRun:
             return False
 
@@ -293,7 +293,7 @@ class RunDirectory:
         Raises:
             DamagedRun: ``run.json`` is missing or cannot be read.
         """
-        path = self.path / origin.FILE
+        path = self.path / config_signature.FILE
         try:
             version = json.loads(read_text(path))["schema_version"]
             if not isinstance(version, int) or isinstance(version, bool) or version < 0:
@@ -313,7 +313,7 @@ class RunDirectory:
             DamagedRun: ``key`` comes from a table and would lead out of the folder.
         """
         try:
-            return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{_part_suffix(table)}"
+            return self.tables / table / f"step{step:05d}" / f"{validate_file_name(key)}{_part_suffix(table)}"
         except ValueError as error:
             raise DamagedRun(
                 f"{self.tables / table}: rows of step {step} have the invalid name {key[:100]!r}: {error}"
@@ -331,7 +331,7 @@ class RunDirectory:
         """
         path = self.path / "config.yaml"
         text = read_text(path)
-        if (problem := origin.changed(self.path, text)) is not None:
+        if (problem := config_signature.config_edit_problem(self.path, text)) is not None:
             raise damaged(path, problem)
         return text
 
@@ -470,7 +470,7 @@ def _part_suffix(table: str) -> str:
 
 
 @contextlib.contextmanager
-def sole_driver(run: RunDirectory) -> Iterator[None]:
+def lock_run(run: RunDirectory) -> Iterator[None]:
     """Lock a run directory, so that only one process works in it.
 
     Raises:
@@ -497,7 +497,7 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def write_errors(run: Path) -> Iterator[None]:
+def as_store_errors(run: Path) -> Iterator[None]:
     """Turn an OSError of a write into a `StoreError` of one line."""
     try:
         yield

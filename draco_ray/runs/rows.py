@@ -28,7 +28,7 @@ from draco_ray.runs.schema import TABLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Carried:
+class CarriedRubric:
     """The rubric that a task carries over from its earlier visits."""
 
     visits: int = 0
@@ -37,7 +37,7 @@ class Carried:
     """The rubric of the last such visit."""
 
 
-def carried_rubrics(run: RunDirectory, before: int) -> dict[str, Carried]:
+def carried_rubrics(run: RunDirectory, before: int) -> dict[str, CarriedRubric]:
     """Task id -> the rubric that it carries over from the training steps before ``before``.
 
     Raises:
@@ -48,10 +48,10 @@ def carried_rubrics(run: RunDirectory, before: int) -> dict[str, Carried]:
     for row in sorted(rows, key=lambda row: (row["training_step"], row["criterion"])):
         texts = {name: row[name] for name in ("title", "description", "evaluator_instruction", "source")}
         found.setdefault((row["training_step"], row["task_id"]), []).append(Criterion(**texts))
-    carried: dict[str, Carried] = {}
+    carried: dict[str, CarriedRubric] = {}
     for (_, task_id), rubric in found.items():
-        visits = carried.get(task_id, Carried()).visits + 1
-        carried[task_id] = Carried(visits=visits, rubric=tuple(rubric))
+        visits = carried.get(task_id, CarriedRubric()).visits + 1
+        carried[task_id] = CarriedRubric(visits=visits, rubric=tuple(rubric))
     return carried
 
 
@@ -162,7 +162,7 @@ def advantage_rows(
     ]
 
 
-def as_paid(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
+def recover_paid_call(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
     """``call``; or, for a cached reply, the call that paid for it if a kill prevented that call's recording.
 
     Args:

@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from draco_ray.config.origin import private
+from draco_ray.config.config_signature import private_opener
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import STEP, SUFFIX, RunDirectory, read_table, write_part, write_private
-from draco_ray.runs.rows import Row, as_paid, call_rows, part_rows
+from draco_ray.runs.rows import Row, call_rows, part_rows, recover_paid_call
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 
 ROW_GROUP_BYTES = 32 * 2**20
@@ -119,7 +119,7 @@ def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = path.with_suffix(".tmp")
     with (
-        open(temporary, "wb", opener=private) as file,
+        open(temporary, "wb", opener=private_opener) as file,
         # No dictionary encoding: for token ids or prompts it costs more than it saves.
         pq.ParquetWriter(
             file, schema, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
@@ -152,7 +152,7 @@ class PaidCalls:
         A cached reply that was paid for earlier in this step keeps its first row. After these rows come those of
         other calls that an earlier process paid for.
         """
-        made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
+        made = call_rows(step, [recover_paid_call(call, self._recorded, self._requests_name) for call in calls])
         earlier = part_rows(self._store.directory, table, step, key)
         for index, row in enumerate(made):
             asked = (row["prompt"], row["reply"])

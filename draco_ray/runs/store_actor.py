@@ -12,8 +12,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from draco_ray.errors import DracoError, StoreError, one_line
-from draco_ray.observability.logs import private_files
-from draco_ray.placement import beside_the_driver
+from draco_ray.observability.logs import set_private_umask
+from draco_ray.placement import driver_node_affinity
 from draco_ray.records import (
     Criterion,
     Evaluation,
@@ -27,7 +27,7 @@ from draco_ray.records import (
 from draco_ray.rollout.finished import summarise
 from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, write_errors
+from draco_ray.runs.directory import RunDirectory, as_store_errors
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
@@ -47,7 +47,7 @@ def _remembered(
     def writes(actor: RunStoreActor, *given: GivenP.args, **named: GivenP.kwargs) -> ResultT:
         path = actor._store.directory.path
         try:
-            with write_errors(path):
+            with as_store_errors(path):
                 return write(actor, *given, **named)
         except DracoError as error:
             actor._failure = str(error)
@@ -75,7 +75,7 @@ class RunStoreActor:
             began_ns: when the driver of the run started, Unix nanoseconds, for the manifest; None: no manifest is
                 written.
         """
-        private_files()
+        set_private_umask()
         self._store = RunStore(RunDirectory(path))
         self._manifest = None if began_ns is None else Manifest(self._store.directory, began_ns)
         self._paid = PaidCalls(self._store, requests_name)
@@ -272,7 +272,7 @@ def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
         .options(
             name=f"RunStore@{run_name}",
             num_cpus=0,
-            scheduling_strategy=beside_the_driver(),
+            scheduling_strategy=driver_node_affinity(),
             max_restarts=-1,
             max_task_retries=-1,
         )

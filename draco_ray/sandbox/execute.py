@@ -19,7 +19,7 @@ from typing import Any, TextIO
 from appworld import AppWorld
 
 
-class Rehearsal(AppWorld):
+class UnloggedAppWorld(AppWorld):
     """A world that writes neither state snapshots nor logs."""
 
     def _save_state(self, directory: str) -> None:
@@ -29,9 +29,9 @@ class Rehearsal(AppWorld):
         pass
 
 
-def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
+def run_script(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
     """Execute the cells from the task's initial state; returns the answer to a job."""
-    kind = AppWorld if evaluate else Rehearsal
+    kind = AppWorld if evaluate else UnloggedAppWorld
     try:
         with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
             outputs = [world.execute(cell) for cell in cells]
@@ -45,7 +45,7 @@ def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:
     """Run each job line, and print its result as soon as the job is done."""
     for line in jobs:
         job: dict[str, Any] = json.loads(line)
-        results.write(json.dumps(play(job["task_id"], job["cells"], evaluate=evaluate)) + "\n")
+        results.write(json.dumps(run_script(job["task_id"], job["cells"], evaluate=evaluate)) + "\n")
         results.flush()
 
 

@@ -31,7 +31,7 @@ Known = dict[str | int, str]
 """A value found in an earlier result -> the expression for it."""
 
 
-def in_code(run: Run) -> Run:
+def calls_as_code(run: Run) -> Run:
     """The run with each call as one statement, and without messages; steps that are code already are kept."""
     known: Known = {}
     steps: list[Step] = []

@@ -36,9 +36,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
-from draco_ray.sandbox.rule_judge.reading import reply
+from draco_ray.sandbox.rule_judge.reading import format_reply
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
@@ -50,7 +50,7 @@ START_SECONDS = 180.0
 STOP_SECONDS = 5.0
 
 
-class Behaviour(BaseModel):
+class JudgeServerOptions(BaseModel):
     """Behaviour of the server."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -90,10 +90,10 @@ class _Completion(BaseModel):
 class JudgeApp:
     """The HTTP protocol, the delays and the configured errors; the function in ``use`` does the judging."""
 
-    def __init__(self, behaviour: Behaviour) -> None:
+    def __init__(self, behaviour: JudgeServerOptions) -> None:
         """Prepare the answers. Raises: ConfigError: ``use`` names no such function."""
         self._behaviour = behaviour
-        self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
+        self._answer = behaviour.noise.blur(find_component("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._requests = 0
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._phases: Counter[str] = Counter()
@@ -165,7 +165,7 @@ class JudgeApp:
         self._phases[phase or "other"] += 1
         if phase is None and asked.response_format is not None and text == "OK":
             # The probe for JSON schema support expects an object.
-            text = reply([text])
+            text = format_reply([text])
         await asyncio.sleep(max(0.0, self._behaviour.latency - (time.monotonic() - clock)))
         finish = "stop"
         outcome = "good"
@@ -225,7 +225,7 @@ def serve(*, port: int, latency: float = 0.0) -> None:
     Raises:
         JudgeUnavailable: the port is in use.
     """
-    app = JudgeApp(Behaviour(latency=latency))
+    app = JudgeApp(JudgeServerOptions(latency=latency))
     with _bind(port) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
         print(
@@ -257,13 +257,13 @@ class JudgeServer:
         """
         Args:
             port: on this machine; 0 takes a free one.
-            behaviour: the fields of `Behaviour`.
+            behaviour: the fields of `JudgeServerOptions`.
 
         Raises:
             ConfigError: ``use`` names no function.
         """
-        self._port, self._behaviour = port, Behaviour(**behaviour)
-        find("judge.rule_judge.use", self._behaviour.use, ANSWERS)
+        self._port, self._behaviour = port, JudgeServerOptions(**behaviour)
+        find_component("judge.rule_judge.use", self._behaviour.use, ANSWERS)
 
     @property
     def pid(self) -> int:
@@ -337,9 +337,9 @@ def _end_with_parent() -> None:
 
 
 def _main(listener: int, settings: str) -> None:
-    """Run the child process of `JudgeServer`, with its socket's descriptor and its `Behaviour` in JSON."""
+    """Run the child process of `JudgeServer`, with its socket's descriptor and its `JudgeServerOptions` in JSON."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _run(JudgeApp(Behaviour.model_validate_json(settings)), socket.socket(fileno=listener))
+    _run(JudgeApp(JudgeServerOptions.model_validate_json(settings)), socket.socket(fileno=listener))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ Script = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Executed:
+class ScriptResult:
     """Result of a script."""
 
     outputs: tuple[str, ...] = ()
@@ -37,7 +37,9 @@ class Executed:
         return self.error is None and not self.unmet
 
 
-def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool = False) -> list[Executed]:
+def run_scripts(
+    scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool = False
+) -> list[ScriptResult]:
     """Run every script from its task's initial state; nothing is written to the world.
 
     Args:
@@ -58,7 +60,7 @@ def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
     return done
 
 
-def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool) -> list[Executed]:
+def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool) -> list[ScriptResult]:
     """`run_scripts`, but a task that cannot be run is a result with an error."""
     distinct = list(dict.fromkeys(scripts))
     shares = [distinct[start::processes] for start in range(min(processes, len(distinct)))]
@@ -73,7 +75,7 @@ def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
     return [known[script] for script in scripts]
 
 
-def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed]:
+def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[ScriptResult]:
     done = subprocess.run(
         # Run it as a file: AppWorld's Python lacks our dependencies. -P keeps the file's folder off the path.
         [appworld_python(None), "-P", "-B", str(EXECUTE), *["--evaluate"] * evaluate],
@@ -91,4 +93,6 @@ def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed
             f"AppWorld stopped after {len(found)} of {len(scripts)} scripted rollouts: {last}; "
             "check the world with `draco sandbox verify`"
         )
-    return [Executed(tuple(each.get("outputs", ())), tuple(each.get("unmet", ())), each.get("error")) for each in found]
+    return [
+        ScriptResult(tuple(each.get("outputs", ())), tuple(each.get("unmet", ())), each.get("error")) for each in found
+    ]

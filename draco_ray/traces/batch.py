@@ -31,9 +31,9 @@ from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.outage import NextAction
 from draco_ray.judging.pricing import check_budget, known_price
-from draco_ray.judging.reply_cache import ReplyCache, read_book
-from draco_ray.judging.tokens import quiet_litellm
-from draco_ray.runs.directory import write_errors
+from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
+from draco_ray.judging.tokens import import_litellm_quietly
+from draco_ray.runs.directory import as_store_errors
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -159,7 +159,7 @@ class BatchEndpoint(Endpoint):
         Raises:
             OpenAIError: the batch could not be submitted, or has no reply to this request.
         """
-        litellm = quiet_litellm()
+        litellm = import_litellm_quietly()
         number, body = self._numbered(request, max_tokens)
         lease = self.leases.pop(id(request))
         if number not in self._work:
@@ -198,7 +198,7 @@ class BatchEndpoint(Endpoint):
 
     def _numbered(self, request: Request, max_tokens: int) -> tuple[str, dict[str, Any]]:
         """Id and body of a request."""
-        body = _body(quiet_litellm(), self._config, request, max_tokens)
+        body = _body(import_litellm_quietly(), self._config, request, max_tokens)
         text = json.dumps([body, request.vote], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:48], body
 
@@ -255,7 +255,7 @@ class BatchEndpoint(Endpoint):
         if self._file is None:
             return
         temporary = Path(f"{self._file}.tmp")
-        with write_errors(self._file.parent):
+        with as_store_errors(self._file.parent):
             temporary.write_text(json.dumps(batches), encoding="utf-8")
             os.replace(temporary, self._file)
 
@@ -273,7 +273,7 @@ def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
 
 def unsettled_batches(folder: Path) -> dict[str, dict[str, str]]:
     """Recorded batches beside the replies in a folder, with the requests whose cost is not known yet."""
-    waiting = read_book(folder).under_way
+    waiting = read_cost_ledger(folder).under_way
     return {
         batch: {number: lease for number, lease in members.items() if not lease or lease in waiting}
         for batch, members in read_batches(folder / FILE).items()
@@ -317,7 +317,7 @@ def _body(litellm: Any, config: JudgeConfig, request: Request, max_tokens: int) 
 
 
 def _api(config: JudgeConfig, key: Any) -> BatchApi:
-    litellm = quiet_litellm()
+    litellm = import_litellm_quietly()
     try:
         _, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
     except litellm.BadRequestError:
@@ -415,7 +415,7 @@ class AnthropicBatches:
         async with httpx.AsyncClient(timeout=120.0) as client:
             reply = await client.request(method, url, json=body, headers=headers)
         if reply.status_code >= 400:
-            litellm = quiet_litellm()
+            litellm = import_litellm_quietly()
             raise litellm.exceptions.APIError(
                 status_code=reply.status_code, message=reply.text[:300], llm_provider="anthropic", model="batch"
             )
@@ -428,7 +428,7 @@ class AnthropicBatches:
             error = str(result.get("error") or "")
             kind = "refused" if "invalid_request_error" in error else "error"
             return kind, f"{result['type']}: {' '.join(error.split())[:300]}"
-        litellm = quiet_litellm()
+        litellm = import_litellm_quietly()
         message = result["message"]
         return "ok", AnthropicConfig().transform_parsed_response(
             completion_response=message,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draco_ray.traces.entry import AGENT, Entry, spoken
+from draco_ray.traces.entry import AGENT, Entry, strip_thinking
 
 SIDE_CALL = "side call"
 """Role of model outputs outside the agent's conversation: a title, a guard's verdict, a summary."""
@@ -37,7 +37,7 @@ class ModelCall:
 
 
 @dataclass(slots=True, kw_only=True)
-class Thread:
+class CallThread:
     """Calls that continue each other."""
 
     entries: list[Entry] = field(default_factory=list)
@@ -47,15 +47,15 @@ class Thread:
     """Whether its first call asks about another conversation's answer."""
 
 
-def threads(calls: Sequence[ModelCall]) -> list[Thread]:
+def split_threads(calls: Sequence[ModelCall]) -> list[CallThread]:
     """Assign each call to the conversation that it continues, or to a new one.
 
     Args:
         calls: in chronological order.
     """
-    found: list[Thread] = []
-    ending: dict[object, list[Thread]] = {}
-    answered: dict[str, tuple[Thread, int]] = {}
+    found: list[CallThread] = []
+    ending: dict[object, list[CallThread]] = {}
+    answered: dict[str, tuple[CallThread, int]] = {}
     for place, call in enumerate(calls):
         inputs = call.inputs
         if call.follows in answered:
@@ -63,16 +63,16 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
             inputs = [entry for entry in inputs if entry.role != "system" or entry not in thread.entries]
             if length < len(thread.entries):
                 # Two calls continue the same response: the second starts a thread of its own.
-                thread = Thread(entries=thread.entries[:length])
+                thread = CallThread(entries=thread.entries[:length])
         else:
             keys = {None, *(_key(entry) for entry in inputs if entry.role == AGENT)}
             near = {id(thread): thread for key in keys for thread in ending.get(key, ())}.values()
             matches = [(match, thread) for thread in near if (match := _continued(thread.entries, inputs))]
-            (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+            (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), CallThread()))
             repeats = bool(thread.entries) and thread.entries[-1].role == AGENT and new == len(inputs)
             if repeats and call.system != calls[thread.calls[0]].system:
                 # A call with other instructions about the last answer, e.g. to suggest questions, is a side call.
-                new, thread = 0, Thread(side_call=True)
+                new, thread = 0, CallThread(side_call=True)
             inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
@@ -91,7 +91,7 @@ def main_conversation(calls: Sequence[ModelCall]) -> list[Entry]:
     summarised. If no call repeats an earlier output, the provider stored the history, and all calls belong to it.
     """
     agents = [call for call in calls if not call.sub_agent]
-    found = threads(agents)
+    found = split_threads(agents)
     if not found:
         return []
     own = _own(agents, found)
@@ -110,7 +110,7 @@ def main_conversation(calls: Sequence[ModelCall]) -> list[Entry]:
     return known
 
 
-def _own(calls: Sequence[ModelCall], found: Sequence[Thread]) -> list[ModelCall]:
+def _own(calls: Sequence[ModelCall], found: Sequence[CallThread]) -> list[ModelCall]:
     """The calls of the agent's conversation."""
     if all(len(thread.calls) == 1 for thread in found):
         systems = {tuple(call.system) for call in calls}
@@ -123,13 +123,13 @@ def _own(calls: Sequence[ModelCall], found: Sequence[Thread]) -> list[ModelCall]
     return [calls[place] for place in sorted(own)]
 
 
-def continues(known: Sequence[Entry], inputs: Sequence[Entry]) -> bool:
+def continues_conversation(known: Sequence[Entry], inputs: Sequence[Entry]) -> bool:
     """Whether a request repeats the last output of a conversation."""
     return _continued(known, inputs) is not None
 
 
-def _longest(found: Sequence[Thread]) -> Thread:
-    def weight(thread: Thread) -> tuple[int, ...]:
+def _longest(found: Sequence[CallThread]) -> CallThread:
+    def weight(thread: CallThread) -> tuple[int, ...]:
         # Among single calls, the agent's output is longer than that of a title or guard call.
         said = [entry for entry in thread.entries if entry.role != "system"]
         last = said[-1] if said else Entry(role=AGENT)
@@ -175,4 +175,4 @@ def _same(one: Entry, other: Entry) -> bool:
 def _key(entry: Entry) -> object:
     """Key to recognize a repeated turn of the agent: its calls, or else its text without reasoning, which requests
     often omit."""
-    return tuple(map(str, entry.calls)) or spoken(entry.text).strip()
+    return tuple(map(str, entry.calls)) or strip_thinking(entry.text).strip()

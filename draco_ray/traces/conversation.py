@@ -12,8 +12,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draco_ray.records import Message, Turn, is_step
-from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of, spoken
-from draco_ray.traces.model import clean
+from draco_ray.traces.entry import (
+    AGENT,
+    Entry,
+    ToolCall,
+    compact_json,
+    decode_if_json,
+    json_type_name,
+    object_of,
+    strip_thinking,
+)
+from draco_ray.traces.model import escape_surrogates
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """How code agents mark code to run, unless a mapping says otherwise."""
@@ -25,14 +34,14 @@ class _Turn:
     role: str
     said: str
     tokens: int | None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     code: str | None = None
     item: bool = False
     results: dict[int, str] = field(default_factory=dict)
 
-    def open_call(self, matches: Callable[[Call], bool]) -> int | None:
+    def open_call(self, matches: Callable[[ToolCall], bool]) -> int | None:
         """Index of the first call without a result that matches; code counts as a call without id and name."""
-        calls = self.calls or ((Call(name=""),) if self.code is not None else ())
+        calls = self.calls or ((ToolCall(name=""),) if self.code is not None else ())
         return next((i for i, call in enumerate(calls) if i not in self.results and matches(call)), None)
 
     def finished(self) -> Turn:
@@ -44,7 +53,7 @@ class _Turn:
             action=action,
             observation=self._observation(),
             last_token=self.tokens or 0,
-            message=action is None and self.role == AGENT and is_step(acts=False, message=spoken(self.said)),
+            message=action is None and self.role == AGENT and is_step(acts=False, message=strip_thinking(self.said)),
         )
 
     def _observation(self) -> str | None:
@@ -58,7 +67,7 @@ class _Turn:
         )
 
 
-def assemble(
+def assemble_conversation(
     entries: Sequence[Entry],
     *,
     instruction: str | None = None,
@@ -75,7 +84,7 @@ def assemble(
     """
     first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
     told = [(entry.role, "\n".join(filter(None, [entry.text, *map(str, entry.calls)]))) for entry in entries[:first]]
-    prompt = [Message(role=role_name(role), content=content) for role, content in told if content]
+    prompt = [Message(role=sanitize_role(role), content=content) for role, content in told if content]
     if tools:
         prompt.append(Message(role="tools", content="\n".join(tools)))
     notes: list[str] = []
@@ -110,7 +119,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
             last.results[0] = entry.text
         elif entry.text or entry.calls:
             said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
-            turns.append(_Turn(role_name(entry.role), said, None))
+            turns.append(_Turn(sanitize_role(entry.role), said, None))
     elif last is not None and last.code is not None and [call.arguments for call in entry.calls] == [last.code]:
         # smolagents repeats the code as a call of the interpreter.
         return
@@ -119,12 +128,12 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         last.calls += entry.calls
         last.tokens = entry.tokens or last.tokens
     else:
-        found = None if code is None or entry.calls or entry.code else code.search(spoken(entry.text))
+        found = None if code is None or entry.calls or entry.code else code.search(strip_thinking(entry.text))
         block = found[1].strip("\r\n") if found else entry.code
         turns.append(_Turn(AGENT, entry.text, entry.tokens, entry.calls, block or None, entry.item))
 
 
-def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
+def _matches(result: Entry) -> Iterator[tuple[Callable[[ToolCall], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
     """Ways to find the call of a result, best first, each with the order in which to search the turns: by id, by name,
     or the earliest open call of the latest turn that has one. If both have an id, only the id counts."""
 
@@ -144,20 +153,20 @@ def _one_turn(last: _Turn, entry: Entry) -> bool:
     return known and not last.results and last.code is None and bool(entry.calls or not last.calls)
 
 
-def role_name(role: str) -> str:
+def sanitize_role(role: str) -> str:
     """A role in a form that is safe in a heading: letters, digits and few other characters."""
     return re.sub(r"[^\w .'-]+", " ", role.strip())[:40].strip() or "somebody"
 
 
 def tool_texts(tools: object) -> tuple[str, ...]:
     """The declared tools, in any dialect, a line each: name, description, parameters."""
-    tools = decoded(tools)
+    tools = decode_if_json(tools)
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()
     declared: list[object] = []
     for tool in tools:
         # Gemini declares several functions in one tool.
-        tool = decoded(tool)
+        tool = decode_if_json(tool)
         named = tool if isinstance(tool, Mapping) else {}
         inner = named.get("functionDeclarations") or named.get("function_declarations")
         declared += inner if isinstance(inner, list) else [tool]
@@ -166,14 +175,14 @@ def tool_texts(tools: object) -> tuple[str, ...]:
 
 def _tool(tool: object) -> str:
     if isinstance(tool, str):
-        return " ".join(clean(tool).split())
+        return " ".join(escape_surrogates(tool).split())
     if not isinstance(tool, Mapping):
-        return clean(f"({kind(tool)})")
+        return escape_surrogates(f"({json_type_name(tool)})")
     about: Mapping[str, Any] = object_of(tool, "function") or object_of(tool, "toolSpec") or tool
     name = str(about.get("name") or tool.get("type") or "tool")
     names = ("parameters", "input_schema", "inputSchema", "parametersJsonSchema")
     parameters: Any = next((about[each] for each in names if about.get(each)), {})
     parameters = object_of(parameters, "json") or parameters if isinstance(parameters, Mapping) else parameters
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    taken = compact(properties) if properties else ""
-    return " ".join(clean(f"{name}: {about.get('description') or ''} {taken}").split())
+    taken = compact_json(properties) if properties else ""
+    return " ".join(escape_surrogates(f"{name}: {about.get('description') or ''} {taken}").split())

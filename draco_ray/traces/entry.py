@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.traces.model import clean
+from draco_ray.traces.model import escape_surrogates
 
 AGENT = "assistant"
 EARLIER = "earlier assistant"
@@ -29,7 +29,7 @@ class BadTrace(ValueError):
     """A record that does not fit its format; the message says what was expected."""
 
 
-class NoTask(BadTrace):
+class MissingTaskId(BadTrace):
     """A record without the field that ``group_by`` names, whatever its format."""
 
 
@@ -38,7 +38,7 @@ UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexEr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ToolCall:
     """One call of a tool."""
 
     name: str
@@ -52,10 +52,10 @@ class Call:
             try:
                 arguments = json.loads(arguments) if arguments.strip() else {}
             except (ValueError, RecursionError):
-                return f"{self.name}({clean(arguments)})"
+                return f"{self.name}({escape_surrogates(arguments)})"
         if isinstance(arguments, Mapping) and any(isinstance(v, str) and "\n" in v for v in arguments.values()):
             return "\n".join([f"{self.name}(", *(_argument(*item) for item in arguments.items()), ")"])
-        return f"{self.name}({compact({} if arguments is None else arguments)})"
+        return f"{self.name}({compact_json({} if arguments is None else arguments)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Entry:
     role: str
     """``assistant`` for the agent, ``tool`` for a result; anything else is another speaker."""
     text: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     code: str | None = None
     """Code that the agent ran in this turn, if its format says so."""
     call_id: str = ""
@@ -77,29 +77,29 @@ class Entry:
     """Whether the format may spread a turn over several entries, such as the items of the Responses API."""
 
 
-def compact(value: object) -> str:
+def compact_json(value: object) -> str:
     """JSON on one line, without ASCII escapes; encoded data is described."""
-    return clean(json.dumps(without_encoded(value), ensure_ascii=False, default=str))
+    return escape_surrogates(json.dumps(strip_base64(value), ensure_ascii=False, default=str))
 
 
-def shown(value: object) -> str:
+def truncated_json(value: object) -> str:
     """JSON on one line, truncated to `MAX_SHOWN` characters."""
-    text = compact(value)
+    text = compact_json(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... {len(text)} characters in all"
 
 
-def without_encoded(value: object) -> object:
+def strip_base64(value: object) -> object:
     """A JSON value with base64 and ciphertext replaced by a description."""
     if isinstance(value, str):
         return _ENCODED.sub(_described, value)
     if isinstance(value, Mapping):
         return {
-            key: f"[ciphertext, {size(each)}]"
+            key: f"[ciphertext, {decoded_size(each)}]"
             if key in _CIPHERTEXT and isinstance(each, str)
-            else without_encoded(each)
+            else strip_base64(each)
             for key, each in value.items()
         }
-    return [without_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+    return [strip_base64(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _described(found: re.Match[str]) -> str:
@@ -108,17 +108,17 @@ def _described(found: re.Match[str]) -> str:
     start = data[:4096]
     mixed = len(set(start)) > 24 and all(re.search(each, start) for each in ("[a-z]", "[A-Z]", "[0-9]"))
     known = head or mixed or start.startswith(_SIGNATURES)
-    return f"[{head or 'base64'}, {size(data)}]" if known else found[0]
+    return f"[{head or 'base64'}, {decoded_size(data)}]" if known else found[0]
 
 
-def size(base64: str) -> str:
+def decoded_size(base64: str) -> str:
     """The decoded size of base64 text, in words."""
     count = len(base64) * 3 // 4
     units = ((1e6, "MB", ".1f"), (1e3, "kB", ".0f"))
     return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")
 
 
-def decoded(value: Any, starts: str = "[{") -> Any:
+def decode_if_json(value: Any, starts: str = "[{") -> Any:
     """Decode JSON text that begins with one of the characters ``starts``; return anything else unchanged."""
     if not isinstance(value, str) or value[:1] not in tuple(starts):
         return value
@@ -130,7 +130,9 @@ def decoded(value: Any, starts: str = "[{") -> Any:
 
 def text_of(holder: Mapping[str, Any], *names: str) -> str:
     """Text of the first of these fields that has text; empty if none has."""
-    return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
+    return next(
+        (escape_surrogates(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), ""
+    )
 
 
 def first_of(holder: Mapping[str, Any], *names: str) -> Any:
@@ -144,13 +146,13 @@ def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def thinking(text: str) -> str:
+def wrap_thinking(text: str) -> str:
     """Reasoning in ``<think>`` tags; empty text stays empty."""
-    text = clean(text).strip()
+    text = escape_surrogates(text).strip()
     return text if not text or text.startswith("<think>") else f"<think>{text}</think>"
 
 
-def spoken(text: str) -> str:
+def strip_thinking(text: str) -> str:
     """A turn's text without its reasoning, which a chat template may have opened before the turn.
 
     >>> spoken("<think>a</think> b"), spoken("a</think> b"), spoken("<think>a")
@@ -160,7 +162,7 @@ def spoken(text: str) -> str:
     return _THOUGHT.sub("", rest if closed and "<think>" not in opened else text)
 
 
-def kind(value: object) -> str:
+def json_type_name(value: object) -> str:
     """The JSON type of a value in words.
 
     >>> kind([1])
@@ -173,4 +175,8 @@ def kind(value: object) -> str:
 
 
 def _argument(name: object, value: object) -> str:
-    return f"  {name} =\n{clean(value)}" if isinstance(value, str) and "\n" in value else f"  {name} = {compact(value)}"
+    return (
+        f"  {name} =\n{escape_surrogates(value)}"
+        if isinstance(value, str) and "\n" in value
+        else f"  {name} = {compact_json(value)}"
+    )

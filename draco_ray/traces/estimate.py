@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.phases import PHASES, Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
-from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
+from draco_ray.judging.pricing import REQUEST_TOKENS, reply_cost
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import MOST_IN_UNION
-from draco_ray.traces.model import Summary, TraceGroup
+from draco_ray.traces.model import TraceGroup, TraceSummary
 
 CHARACTERS_PER_TOKEN = 4
 CRITERIA = 10
@@ -61,7 +61,7 @@ class PhaseEstimate:
         )
 
 
-def estimate(
+def estimate_cost(
     groups: Sequence[TraceGroup],
     config: DracoConfig,
     prompts: Prompts,
@@ -82,14 +82,14 @@ def estimate(
     def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
         template = prompts.length(phase) if phase in prompts.templates else 0
         tokens = (template + characters) // CHARACTERS_PER_TOKEN
-        dollars = None if price is None else calls * price_of(price, tokens, 0, reply)
+        dollars = None if price is None else calls * reply_cost(price, tokens, 0, reply)
         bound = template + characters + REQUEST_TOKENS
         found[phase] += PhaseEstimate(
             calls=calls,
             input_tokens=calls * tokens,
             output_tokens=calls * reply,
             dollars=dollars,
-            largest=0.0 if price is None else price_of(price, bound, 0, config.judge.max_tokens),
+            largest=0.0 if price is None else reply_cost(price, bound, 0, config.judge.max_tokens),
         )
 
     verdicts = (CRITERIA if rubric is None else len(rubric)) * CRITERION_TOKENS
@@ -115,6 +115,6 @@ def estimate(
     return found
 
 
-def _read(summary: Summary) -> int:
+def _read(summary: TraceSummary) -> int:
     """Length of a prompt about a trace, in characters: it contains the agent's prompt twice."""
     return summary.characters + summary.prompt_characters

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from draco_ray.errors import TraceError
-from draco_ray.traces.entry import BadTrace, decoded
-from draco_ray.traces.templates import templated
+from draco_ray.traces.entry import BadTrace, decode_if_json
+from draco_ray.traces.templates import parse_chat_template
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
 DOCUMENTS = (".json", ".traj", ".har")
@@ -42,7 +42,7 @@ INDEX = "traces.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RecordOrError:
     """A record, or a problem with it."""
 
     where: str
@@ -94,43 +94,43 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
             continue
         if path.is_dir():
             found += [] if tau2 and path.name == "simulations" else _below(path, other)
-        elif path.is_file() and suffix(path) in (*LINES, *DOCUMENTS, *INSPECT, *PACKED):
+        elif path.is_file() and plain_suffix(path) in (*LINES, *DOCUMENTS, *INSPECT, *PACKED):
             found.append(path)
         elif path.is_file():
             other[path.suffix or path.name] += 1
     return found
 
 
-def suffix(path: Path) -> str:
+def plain_suffix(path: Path) -> str:
     """The suffix of the file name, ignoring ``.gz`` and ``.zst``."""
     name = path.name.casefold()
     return Path(next((name.removesuffix(each) for each in COMPRESSED if name.endswith(each)), name)).suffix
 
 
-def records(path: Path, inside: str | None = None) -> Iterator[Found]:
+def records(path: Path, inside: str | None = None) -> Iterator[RecordOrError]:
     """The records of a file: one per line, or those of a JSON document.
 
     Args:
         inside: dotted path to the records of a document; None: the document is a record or a list of records.
     """
     try:
-        kind_ = packing(path)
+        kind_ = detect_compression(path)
         if kind_ == ".parquet":
             yield from _parquet(path)
-        elif suffix(path) in INSPECT:
+        elif plain_suffix(path) in INSPECT:
             yield from _inspect(path)
         elif kind_ == ".zip":
             yield from _zip(path, inside)
         else:
             with _open(path, kind_) as file:
-                yield from _stream(_Bounded(file, path.stat().st_size), str(path), suffix(path), inside)
+                yield from _stream(_Bounded(file, path.stat().st_size), str(path), plain_suffix(path), inside)
     except BadTrace as problem:
-        yield Found(str(path), problem=str(problem))
+        yield RecordOrError(str(path), problem=str(problem))
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        yield Found(str(path), problem=f"cannot be read: {getattr(error, 'strerror', None) or error}")
+        yield RecordOrError(str(path), problem=f"cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def packing(path: Path) -> str:
+def detect_compression(path: Path) -> str:
     """Compression of a file by its first bytes: one of the suffixes in `MAGIC`, or empty."""
     with path.open("rb") as file:
         start = file.read(4)
@@ -170,7 +170,7 @@ class _Bounded:
         return content
 
 
-def _parquet(path: Path) -> Iterator[Found]:
+def _parquet(path: Path) -> Iterator[RecordOrError]:
     """The rows of a Parquet file; columns of JSON text are read as JSON."""
     import pyarrow.parquet
 
@@ -179,15 +179,15 @@ def _parquet(path: Path) -> Iterator[Found]:
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
             for record in batch.to_pylist():
                 row += 1
-                yield Found(f"{path}[{row}]", {key: decoded(value) for key, value in record.items()})
+                yield RecordOrError(f"{path}[{row}]", {key: decode_if_json(value) for key, value in record.items()})
 
 
-def _zip(path: Path, inside: str | None) -> Iterator[Found]:
+def _zip(path: Path, inside: str | None) -> Iterator[RecordOrError]:
     """The records of the files in a ZIP archive."""
     found = False
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
-            ending = suffix(Path(member.filename))
+            ending = plain_suffix(Path(member.filename))
             if member.is_dir() or ending not in (*LINES, *DOCUMENTS):
                 continue
             found = True
@@ -195,10 +195,10 @@ def _zip(path: Path, inside: str | None) -> Iterator[Found]:
                 content = _Bounded(file, member.compress_size)
                 yield from _stream(content, f"{path}/{member.filename}", ending, inside)
     if not found:
-        yield Found(str(path), problem="a ZIP archive without .json or .jsonl files")
+        yield RecordOrError(str(path), problem="a ZIP archive without .json or .jsonl files")
 
 
-def _stream(file: _Bounded, where: str, ending: str, inside: str | None) -> Iterator[Found]:
+def _stream(file: _Bounded, where: str, ending: str, inside: str | None) -> Iterator[RecordOrError]:
     """The records of an open file."""
     if ending in LINES:
         yield from _lines(file, where)
@@ -208,7 +208,7 @@ def _stream(file: _Bounded, where: str, ending: str, inside: str | None) -> Iter
         yield from _document(file.rest().strip(), where, inside)
 
 
-def _lines(file: _Bounded, where: str) -> Iterator[Found]:
+def _lines(file: _Bounded, where: str) -> Iterator[RecordOrError]:
     number, empty = 0, True
     while line := file.line():
         number += 1
@@ -221,31 +221,33 @@ def _lines(file: _Bounded, where: str) -> Iterator[Found]:
         empty = False
         yield from _line(line, f"{where}:{number}")
     if empty:
-        yield Found(where, problem="is empty")
+        yield RecordOrError(where, problem="is empty")
 
 
-def _line(line: bytes, where: str) -> Iterator[Found]:
+def _line(line: bytes, where: str) -> Iterator[RecordOrError]:
     try:
         yield from _several(loads(line), where)
     except BadTrace as problem:
-        yield Found(where, problem=f"expected a JSON object, {problem}")
+        yield RecordOrError(where, problem=f"expected a JSON object, {problem}")
 
 
-def _chatml(content: bytes, where: str) -> Iterator[Found]:
+def _chatml(content: bytes, where: str) -> Iterator[RecordOrError]:
     """The conversation in a text rendered by a chat template."""
     text = content.decode("utf-8", "replace")
-    messages = templated(text)
+    messages = parse_chat_template(text)
     if messages:
-        yield Found(where, {"messages": messages})
+        yield RecordOrError(where, {"messages": messages})
     else:
-        yield Found(where, problem="text without a chat template's marks (<|im_start|>); expected JSON or JSON Lines")
+        yield RecordOrError(
+            where, problem="text without a chat template's marks (<|im_start|>); expected JSON or JSON Lines"
+        )
 
 
-def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]:
+def _document(content: bytes, where: str, inside: str | None) -> Iterator[RecordOrError]:
     from draco_ray.traces.formats import path_value
 
     if not content:
-        yield Found(where, problem="is empty")
+        yield RecordOrError(where, problem="is empty")
         return
     try:
         document = loads(content)
@@ -262,17 +264,17 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
     if inside is not None:
         document = path_value(document, inside)
         if document is None:
-            yield Found(where, problem=f'has nothing at "{inside}", where the mapping expects the records')
+            yield RecordOrError(where, problem=f'has nothing at "{inside}", where the mapping expects the records')
             return
     yield from _several(document, where)
 
 
-def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
+def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[RecordOrError]:
     """The readable values of a document that is not valid JSON, followed by the problem if something is unreadable.
 
     These are concatenated values, or the values of a truncated list.
     """
-    from draco_ray.traces.requests import is_messages
+    from draco_ray.traces.model_request import is_messages
 
     try:
         text = content.decode("utf-8-sig")
@@ -293,18 +295,18 @@ def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
         for place, value in enumerate(found, 1):
             yield from _several(value, f"{where}[{place}]")
     if not found or at < len(text):
-        yield Found(where, problem=f"expected JSON, {problem}")
+        yield RecordOrError(where, problem=f"expected JSON, {problem}")
 
 
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def _several(document: Any, where: str) -> Iterator[Found]:
+def _several(document: Any, where: str) -> Iterator[RecordOrError]:
     """The records of a list, or of a list within an object of unknown format; otherwise the document is one record."""
-    from draco_ray.traces.readers import recognised
-    from draco_ray.traces.requests import HISTORIES, is_messages
+    from draco_ray.traces.model_request import HISTORIES, is_messages
+    from draco_ray.traces.readers import detect_format
 
-    known = recognised(document) is not None
+    known = detect_format(document) is not None
     several = isinstance(document, dict) and len(document) > 1 and document.keys().isdisjoint(HISTORIES)
     if several and all(map(is_messages, document.values())):
         # Conversations by name.
@@ -313,15 +315,15 @@ def _several(document: Any, where: str) -> Iterator[Found]:
         # An HTTP archive of a proxy or browser has its entries in a log.
         document = document["log"] if document.keys() == {"log"} and isinstance(document["log"], dict) else document
         lists = ((key, value) for key, value in document.items() if isinstance(value, list) and value)
-        name = next((key for key, value in lists if all(recognised(_row(each)) for each in value[:3])), None)
+        name = next((key for key, value in lists if all(detect_format(_row(each)) for each in value[:3])), None)
         document, where = (document, where) if name is None else (document[name], f"{where}.{name}")
     if isinstance(document, list) and not known:
         for place, record in enumerate(document, 1):
-            yield Found(f"{where}[{place}]", _row(record))
+            yield RecordOrError(f"{where}[{place}]", _row(record))
         if not document:
-            yield Found(where, problem="is an empty list")
+            yield RecordOrError(where, problem="is an empty list")
         return
-    yield Found(where, document)
+    yield RecordOrError(where, document)
 
 
 def _row(record: Any) -> Any:
@@ -355,10 +357,10 @@ def _not_json(error: ValueError | RecursionError) -> BadTrace:
     return BadTrace(f"not valid: {' '.join(str(error).split())[:200]}")
 
 
-def _inspect(path: Path) -> Iterator[Found]:
+def _inspect(path: Path) -> Iterator[RecordOrError]:
     """The samples of a ``.eval`` file, read one at a time by Inspect's own reader."""
     if importlib.util.find_spec("inspect_ai") is None:
-        yield Found(
+        yield RecordOrError(
             str(path),
             problem="a packed Inspect log; to read it run pip install inspect_ai, or convert it with `inspect log "
             "convert --to json`",
@@ -376,6 +378,6 @@ def _inspect(path: Path) -> Iterator[Found]:
                 "status": header.status,
                 "samples": [sample.model_dump(mode="json", exclude={"events", "store"})],
             }
-            yield Found(where, log)
+            yield RecordOrError(where, log)
     except Exception as error:  # Inspect's reader may raise anything for a damaged file.
-        yield Found(str(path), problem=f"Inspect cannot read it: {' '.join(str(error).split())[:300]}")
+        yield RecordOrError(str(path), problem=f"Inspect cannot read it: {' '.join(str(error).split())[:300]}")

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.conversation import CODE, assemble, tool_texts
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, NoTask, kind
-from draco_ray.traces.model import Trace, identifier
+from draco_ray.traces.conversation import CODE, assemble_conversation, tool_texts
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, MissingTaskId, json_type_name
+from draco_ray.traces.model import Trace, printable_id
 
 Record = Mapping[str, Any]
 
@@ -23,13 +23,13 @@ TRACE_IDS = ("trace_id", "id", "run_id", "custom_id", "session_id", "conversatio
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ReadOptions:
     """Options for reading records that do not depend on the format."""
 
     group_by: str | None = None
     """Dotted path of the task's name; None: use the format's task id or one of `TASK_IDS`, or else group by prompt."""
     code: re.Pattern[str] = CODE
-    """See `draco_ray.traces.conversation.assemble`."""
+    """See `draco_ray.traces.conversation.assemble_conversation`."""
     format: str = ""
     """Name of the format of the records."""
     where: str = ""
@@ -50,7 +50,7 @@ class Format:
     shape: str
     """Description of a record, for messages."""
     recognises: Callable[[object], bool]
-    read: Callable[[Any, Reading], Iterator[Trace]]
+    read: Callable[[Any, ReadOptions], Iterator[Trace]]
     """The traces of a record, or of all records of a session as a list.
 
     BadTrace: the record does not fit the format."""
@@ -66,11 +66,13 @@ class Format:
 
 
 READERS: dict[str, Format] = {}
-"""Formats registered by `reads`, by name."""
-Read = Callable[[Any, Reading], Iterator[Trace]]
+"""Formats registered by `register_format`, by name."""
+Read = Callable[[Any, ReadOptions], Iterator[Trace]]
 
 
-def reads(name: str, shape: str, recognises: Callable[[object], bool], **options: Any) -> Callable[[Read], Read]:
+def register_format(
+    name: str, shape: str, recognises: Callable[[object], bool], **options: Any
+) -> Callable[[Read], Read]:
     """Decorator that registers the reader of a format; the arguments are fields of `Format`."""
 
     def register(read: Read) -> Read:
@@ -96,12 +98,12 @@ def path_value(record: object, path: str) -> Any:
     return record
 
 
-def field(record: object, name: str) -> Any:
+def get_field(record: object, name: str) -> Any:
     """A field of a record; None if there is none."""
     return record.get(name) if isinstance(record, Mapping) else None
 
 
-def named(record: object, names: Sequence[str]) -> str:
+def first_identifier(record: object, names: Sequence[str]) -> str:
     """The first of these fields, in the record or its metadata, that has text or a number; empty if none has."""
     holders = [record]
     if isinstance(record, Mapping):
@@ -111,22 +113,24 @@ def named(record: object, names: Sequence[str]) -> str:
             value = holder.get(name) if isinstance(holder, Mapping) else None
             known = isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
             if known and str(value).strip():
-                return identifier(value)
+                return printable_id(value)
     return ""
 
 
-def task_of(record: object, reading: Reading, own: str = "") -> str:
+def record_task_id(record: object, reading: ReadOptions, own: str = "") -> str:
     """The task id of a record; empty if the prompt identifies the task.
 
     Raises:
         NoTask: there is no text or number at ``reading.group_by``.
     """
     if reading.group_by is None:
-        return own or named(record, TASK_IDS)
+        return own or first_identifier(record, TASK_IDS)
     value = path_value(record, reading.group_by)
     if not isinstance(value, str | int | float) or not str(value).strip():
-        raise NoTask(f"--group-by {reading.group_by}: expected text or a number there, found {kind(value)}")
-    return identifier(value)
+        raise MissingTaskId(
+            f"--group-by {reading.group_by}: expected text or a number there, found {json_type_name(value)}"
+        )
+    return printable_id(value)
 
 
 def number(value: object) -> float | None:
@@ -135,10 +139,10 @@ def number(value: object) -> float | None:
     return float(value) if ok else None  # type: ignore[arg-type]
 
 
-def build(
+def build_trace(
     said: Sequence[Entry],
     record: object,
-    reading: Reading,
+    reading: ReadOptions,
     *,
     task_id: str = "",
     trace_id: str = "",
@@ -157,12 +161,14 @@ def build(
     spoke = any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT)
     if not spoke and not reading.may_be_silent:
         raise BadTrace("all turns of the agent are empty, because no part of them could be read")
-    prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
+    prompt, turns, notes, task = assemble_conversation(
+        said, instruction=instruction, tools=tool_texts(tools), code=reading.code
+    )
     # If the last turn is a message of the agent, the agent has finished.
     finished = bool(turns) and turns[-1].message
     return Trace(
-        trace_id=trace_id or named(record, TRACE_IDS),
-        task_id=task_of(record, reading, task_id),
+        trace_id=trace_id or first_identifier(record, TRACE_IDS),
+        task_id=record_task_id(record, reading, task_id),
         task=task,
         prompt=prompt,
         turns=turns,

@@ -19,7 +19,7 @@ import numpy as np
 
 from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.schema import AlgorithmConfig, DracoConfig
-from draco_ray.judging.judge import CallContext, Judgement, phase_summary, value_of
+from draco_ray.judging.judge import CallContext, Judgement, phase_summary, resolve_question_field
 from draco_ray.judging.phases import GroupQuestion, Phase, Stage1, Union
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (
@@ -153,7 +153,7 @@ class _TraceJudge:
             return await self._ask(phase, context, **given)
         if self._single:
             # Nothing to merge or to compare: every proposal counts.
-            kept: Judged[Any] = Judged(value=tuple(await value_of(given["candidates"]))[: self._most])
+            kept: Judged[Any] = Judged(value=tuple(await resolve_question_field(given["candidates"]))[: self._most])
             summary = phase_summary(phase.name, context, kept, time.time())
             found = Judgement(judged=kept, archived=kept, summary=summary)
         else:
@@ -186,13 +186,15 @@ async def judge_group(
     )
     state = GroupJudgement(index=index, task_id=group.task_id, traces=traces, trajectories=played, static=static)
     algorithm = config.algorithm.model_copy(update=ALONE if state.single else {})
-    await judge_played(
+    await run_group_pipeline(
         state, algorithm, judge_of(traces), most=config.judge.max_union_criteria, least=min(2, len(traces))
     )
     return state
 
 
-async def judge_played(state: GroupJudgement, algorithm: AlgorithmConfig, ask: Ask, *, most: int, least: int) -> None:
+async def run_group_pipeline(
+    state: GroupJudgement, algorithm: AlgorithmConfig, ask: Ask, *, most: int, least: int
+) -> None:
     """Run the trajectories of a group through the graph of a training step, which fills ``state``.
 
     Args:

@@ -28,20 +28,20 @@ from draco_ray.config.schema import (
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import open_model, prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.endpoint import place_of
+from draco_ray.judging.endpoint import endpoint_address
 from draco_ray.judging.judge import ask_phase
-from draco_ray.judging.judge_context import judge_room, judge_tokens
+from draco_ray.judging.judge_context import judge_context_length, max_judge_prompt_tokens
 from draco_ray.judging.labels import examples_of
-from draco_ray.judging.limiter import Limiter, WaitingLine
-from draco_ray.judging.outage import Outage
+from draco_ray.judging.limiter import Limiter, LimiterQueue
+from draco_ray.judging.outage import JudgeHealth
 from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
-from draco_ray.judging.reply_cache import Book, ReplyCache, read_book
+from draco_ray.judging.reply_cache import CostLedger, ReplyCache, read_cost_ledger
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Ask, GroupJudgement, JudgeOf, environment_facts, judge_group
-from draco_ray.traces.keeping import SETTING, JudgingRun
+from draco_ray.traces.judging_run import SETTING, JudgingRun
 from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
 from draco_ray.workers.tasks import gather_or_cancel
@@ -80,7 +80,7 @@ class Plan:
     @property
     def room(self) -> int:
         """Approximate maximum length of a prompt, in characters."""
-        return BYTES_PER_TOKEN * (judge_room(self.told.judge) or self.context_tokens)
+        return BYTES_PER_TOKEN * (max_judge_prompt_tokens(self.told.judge) or self.context_tokens)
 
     @property
     def at_once(self) -> int:
@@ -139,7 +139,7 @@ def plan(
         if "skip_useless_credit_calls" not in base.algorithm.model_fields_set:
             # Users want to know which steps are to blame even if all traces get the same reward.
             of_run = of_run.updated(algorithm={"skip_useless_credit_calls": False})
-    known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
+    known = judge_context_length(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
         raise ConfigError(
@@ -183,7 +183,7 @@ def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
     return limits.model_copy(update={"dollars": budget})
 
 
-class Meter:
+class MeteredJudge:
     """A `Completer` that counts its calls and those of the other judges."""
 
     def __init__(self, complete: Completer | None = None) -> None:
@@ -236,7 +236,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    meter: Meter
+    meter: MeteredJudge
     complete: Completer
 
     async def __call__(self, request: Request) -> Completion:
@@ -275,28 +275,28 @@ class _Function:
         """Do nothing: the first request shows whether the function answers."""
 
 
-def open_judge(settled: Plan, *, final: bool = True) -> Meter:
+def open_judge(settled: Plan, *, final: bool = True) -> MeteredJudge:
     """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
 
     Args:
         settled: the plan.
-        final: as in `WaitingLine`; False if it is opened once for several calls of `judge`: a refusal ends only one.
+        final: as in `LimiterQueue`; False if it is opened once for several calls of `judge`: a refusal ends only one.
 
     Raises:
         StoreError: replies cannot be stored.
     """
     judge = settled.config.judge
-    outage = Outage(
+    outage = JudgeHealth(
         max_seconds=judge.max_outage_seconds,
         max_backoff_seconds=judge.max_backoff_seconds,
-        who=f"judge {judge.model} at {place_of(judge)}",
+        who=f"judge {judge.model} at {endpoint_address(judge)}",
     )
-    book = Book(settled={}, under_way={}) if judge.cache is None else read_book(judge.cache)
+    book = CostLedger(settled={}, under_way={}) if judge.cache is None else read_cost_ledger(judge.cache)
     # Unanswered requests of ended processes may have been billed; those in batches are settled when these have ended.
     limiter = Limiter(judge.limits, spent=book.dollars, booked=book.under_way, outage=outage)
     cache = None if judge.cache is None else ReplyCache(judge.cache)
-    line = WaitingLine(limiter, final=final)
-    meter = Meter()
+    line = LimiterQueue(limiter, final=final)
+    meter = MeteredJudge()
     meter.limiter = limiter
 
     def open_one(judge: JudgeConfig) -> Completer:
@@ -321,7 +321,7 @@ def open_judge(settled: Plan, *, final: bool = True) -> Meter:
     return meter
 
 
-def judge_of(settled: Plan, meter: Meter) -> JudgeOf:
+def make_trace_judge(settled: Plan, meter: MeteredJudge) -> JudgeOf:
     """The judge of a plan, with facts about the environment of the traces that it is asked about."""
     config, prompts = settled.told.judge, prompts_of(settled.config.judge)
 
@@ -332,7 +332,7 @@ def judge_of(settled: Plan, meter: Meter) -> JudgeOf:
     return about
 
 
-async def check_judges(settled: Plan, meter: Meter) -> None:
+async def check_judges(settled: Plan, meter: MeteredJudge) -> None:
     """Make sure, once, that the judge, its jury and the strong judge answer.
 
     Raises:
@@ -345,13 +345,13 @@ async def check_judges(settled: Plan, meter: Meter) -> None:
 
 async def _judge_groups(
     settled: Plan,
-    meter: Meter,
+    meter: MeteredJudge,
     groups: Iterable[tuple[int, TraceGroup]],
     keep: Callable[[GroupJudgement], Awaitable[None]],
     ask: Ask | None = None,
 ) -> None:
     """Judge groups, ``settled.at_once`` at a time, and pass each to ``keep`` as soon as it is judged."""
-    about: JudgeOf = judge_of(settled, meter) if ask is None else lambda _: ask
+    about: JudgeOf = make_trace_judge(settled, meter) if ask is None else lambda _: ask
     config, waiting = settled.told, iter(groups)
 
     async def work() -> None:
@@ -361,7 +361,7 @@ async def _judge_groups(
     await gather_or_cancel(work() for _ in range(settled.at_once))
 
 
-async def judge_run(settled: Plan, meter: Meter, run: JudgingRun, ask: Ask | None = None) -> None:
+async def judge_run(settled: Plan, meter: MeteredJudge, run: JudgingRun, ask: Ask | None = None) -> None:
     """Judge the pending groups of a run directory.
 
     Raises:
@@ -447,12 +447,12 @@ async def judge(
             "openai/gpt-5.4, files:DIR, or complete"
         )
 
-    def opened() -> Meter:
+    def opened() -> MeteredJudge:
         if complete is None:
             return open_judge(settled)
-        if isinstance(complete, Meter):
+        if isinstance(complete, MeteredJudge):
             return complete
-        return Meter(complete if isinstance(complete, Completer) else _Function(complete))
+        return MeteredJudge(complete if isinstance(complete, Completer) else _Function(complete))
 
     if folder is not None:
         with JudgingRun.open(folder, settled.config, groups) as run:
@@ -505,4 +505,4 @@ def judge_sync(
         return thread.submit(run).result()
 
 
-__all__ = ["JudgeOptions", "Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan"]
+__all__ = ["JudgeOptions", "MeteredJudge", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan"]

@@ -1,7 +1,7 @@
 """`load_traces`: read traces from paths into groups.
 
 Every trace is read once, converted to its common form and written to a temporary file; only a
-`draco_ray.traces.model.Summary` of each stays in memory. So thousands of them fit on a laptop.
+`draco_ray.traces.model.TraceSummary` of each stays in memory. So thousands of them fit on a laptop.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pydantic import TypeAdapter
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory, Turn
 from draco_ray.traces.conversation import CODE
-from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, NoTask, kind
-from draco_ray.traces.files import Found, is_run, records, trace_files
-from draco_ray.traces.formats import Format, Reading
-from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
-from draco_ray.traces.model import Summary, Trace, TraceGroup, clean
-from draco_ray.traces.readers import FORMATS, recognised
+from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, MissingTaskId, json_type_name
+from draco_ray.traces.field_tracking import track_fields, unused_fields
+from draco_ray.traces.files import RecordOrError, is_run, records, trace_files
+from draco_ray.traces.formats import Format, ReadOptions
+from draco_ray.traces.mapping import FieldMapping, load_mapping, mapped_format
+from draco_ray.traces.model import Trace, TraceGroup, TraceSummary, escape_surrogates
+from draco_ray.traces.readers import FORMATS, detect_format
 from draco_ray.traces.readers.chat import session as chat_session
-from draco_ray.traces.unread import unread, watched
 
 log = logging.getLogger(__name__)
 
@@ -98,11 +98,11 @@ class _Session:
 
 @dataclass(slots=True)
 class _Loader:
-    reading: Reading
+    reading: ReadOptions
     forced: Format | None
     alone: bool
     spool: Spool = field(default_factory=Spool)
-    members: dict[str, list[tuple[Summary, Place]]] = field(default_factory=dict)
+    members: dict[str, list[tuple[TraceSummary, Place]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     sessions: dict[_Name, _Session] = field(default_factory=dict)
     joined: dict[_Name, _Name] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class _Loader:
     lost: dict[str, Counter[str]] = field(default_factory=dict)
     """Format -> unread fields with evidence, and the number of records that have them."""
 
-    def read(self, several: Iterable[Found]) -> None:
+    def read(self, several: Iterable[RecordOrError]) -> None:
         """Read the records of a file, or those in memory."""
         latest: Format | None = None
         refused = False
@@ -121,7 +121,7 @@ class _Loader:
             if found.problem is not None:
                 self.problem(found.where, found.problem)
                 continue
-            latest = self.forced or recognised(found.record) or latest
+            latest = self.forced or detect_format(found.record) or latest
             if latest is not None:
                 self._record(found, latest)
             elif not refused:
@@ -137,15 +137,15 @@ class _Loader:
         """Note a problem."""
         self.problems.append(f"{where}: {text}")
 
-    def _record(self, found: Found, format_: Format) -> None:
+    def _record(self, found: RecordOrError, format_: Format) -> None:
         for each in _single(found) if format_.session is None else (found,):
             try:
                 for record in (each.record,) if format_.split is None else format_.split(each.record):
-                    self._part(Found(each.where, record), format_)
+                    self._part(RecordOrError(each.where, record), format_)
             except UNREADABLE as problem:
                 self.unreadable(each.where, problem, format_)
 
-    def _part(self, found: Found, format_: Format) -> None:
+    def _part(self, found: RecordOrError, format_: Format) -> None:
         """Read a record, or spool it until its session is complete."""
         file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
         names = None if format_.session is None else format_.session(found.record, file)
@@ -158,9 +158,9 @@ class _Loader:
         kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
         kept.places.append((self.spool.put(json.dumps(found.record).encode("ascii")), found.where))
 
-    def _read(self, format_: Format, found: Found, wheres: Sequence[str] = ()) -> None:
+    def _read(self, format_: Format, found: RecordOrError, wheres: Sequence[str] = ()) -> None:
         """Add the traces of a record, or of a session's records from ``wheres``, and note their unread fields."""
-        record = watched(found.record) if format_.metered else found.record
+        record = track_fields(found.record) if format_.metered else found.record
         traces = []
         # Add traces one by one, so that a bad trace does not lose earlier traces of the same document.
         reading = replace(
@@ -172,12 +172,12 @@ class _Loader:
         )
         for trace in format_.read(record, reading):
             silent = reading.may_be_silent and not any(turn.text for turn in trace.turns if turn.role == AGENT)
-            if silent and format_.metered and (lost := unread(record, [trace], format_.repeated)):
+            if silent and format_.metered and (lost := unused_fields(record, [trace], format_.repeated)):
                 raise BadTrace(f"all turns of the agent are empty, and its {lost[0]} was not understood")
             self.add(trace)
             traces.append(trace)
         if format_.metered:
-            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces, format_.repeated))
+            self.lost.setdefault(format_.name, Counter()).update(unused_fields(record, traces, format_.repeated))
 
     def _root(self, name: _Name) -> _Name:
         while (other := self.joined.get(name, name)) != name:
@@ -205,7 +205,7 @@ class _Loader:
             places = [place for session in sessions for place in session.places]
             gathered = [json.loads(self.spool.get(place)) for place, _ in places]
             try:
-                self._read(format_, Found(where, gathered), [each for _, each in places])
+                self._read(format_, RecordOrError(where, gathered), [each for _, each in places])
             except UNREADABLE as problem:
                 self.unreadable(where, problem, format_)
         self.sessions = {}
@@ -213,7 +213,7 @@ class _Loader:
     def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
         """Record an error that a reader raised as a problem."""
         said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
-        self.problem(where, said if isinstance(problem, NoTask) else f"{said}; expected {format_.shape}")
+        self.problem(where, said if isinstance(problem, MissingTaskId) else f"{said}; expected {format_.shape}")
 
     def add(self, trace: Trace) -> None:
         """Add a trace to its group."""
@@ -224,10 +224,10 @@ class _Loader:
             notes = (*notes, f"the id {trace_id} occurs more than once; a suffix tells the traces apart")
             trace_id = f"{trace_id}#{self.taken[trace_id]}"
         # A file's name need not be UTF-8.
-        source, task_id = clean(trace.source), self._task_id(trace, trace_id)
+        source, task_id = escape_surrogates(trace.source), self._task_id(trace, trace_id)
         trace = replace(trace, trace_id=trace_id, task_id=task_id, source=source, notes=notes)
         place = self.spool.put(TRACE.dump_json(trace))
-        summary = Summary(
+        summary = TraceSummary(
             trace_id=trace_id,
             format=trace.format,
             source=trace.source,
@@ -286,7 +286,7 @@ def load_traces(
         format: one of `format_names`; ``auto`` detects the format of each record.
         group_by: dotted path of the task's name in a record (``metadata.task_id``); ``none``: every trace is judged
             alone. Default: the task as stated by the format; otherwise equal prompts are one task.
-        mapping: YAML file that describes records of an unknown format (`Mapped`).
+        mapping: YAML file that describes records of an unknown format (`FieldMapping`).
 
     Returns: groups in the order in which their tasks appear; ``problems`` has a line for everything that could not be
         read; the lines are also logged.
@@ -302,7 +302,7 @@ def load_traces(
         raise ConfigError(f"format {format} and a mapping both describe the records; give only one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
-        Reading(group_by=None if group_by == NO_GROUPS else group_by, code=_code(mapped)),
+        ReadOptions(group_by=None if group_by == NO_GROUPS else group_by, code=_code(mapped)),
         mapped_format(mapped) if mapped is not None else FORMATS.get(format),
         alone=group_by == NO_GROUPS,
     )
@@ -318,7 +318,7 @@ def load_traces(
                     f"{file}: rollouts of a run directory are already grouped by task; leave out --format, --mapping "
                     "and --group-by"
                 )
-            for trace in run_traces(file):
+            for trace in read_run_traces(file):
                 loader.add(trace)
         elif format == RUN:
             loader.problem(str(file), "expected a run directory (it has a config.yaml and tables/)")
@@ -343,7 +343,7 @@ def load_traces(
 RECORD = "record"
 
 
-def place_of(trace: Trace) -> int:
+def record_index(trace: Trace) -> int:
     """Index of the record of a trace from `groups_of`."""
     return int(trace.source.split()[1]) - 1
 
@@ -356,22 +356,22 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
     Raises:
         TraceError: no record is a trace.
     """
-    reading = Reading(group_by=None if group_by == NO_GROUPS else group_by, may_be_silent=True)
+    reading = ReadOptions(group_by=None if group_by == NO_GROUPS else group_by, may_be_silent=True)
     loader = _Loader(reading, None, alone=group_by == NO_GROUPS)
     for number, record in enumerate(records, 1):
         where = f"{RECORD} {number}"
-        known = recognised(record)
+        known = detect_format(record)
         if known is None:
             loader.problem(where, f"unknown format, found {_described(record)}")
         else:
-            loader._record(Found(where, record), known)
+            loader._record(RecordOrError(where, record), known)
     loader.finish_sessions(one_file_a_call=False)
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
     return loader.groups()
 
 
-def run_traces(path: Path) -> Iterator[Trace]:
+def read_run_traces(path: Path) -> Iterator[Trace]:
     """The rollouts of a run directory, with token counts; a group is one task of one training step."""
     from draco_ray.runs.directory import RunDirectory
     from draco_ray.runs.rows import step_trajectories
@@ -388,14 +388,14 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
     return Trace(
         trace_id=f"{trajectory.group}/{trajectory.rollout}",
         task_id=trajectory.group,
-        task="\n".join(clean(each.content) for each in trajectory.prompt),
-        prompt=tuple(Message(role=each.role, content=clean(each.content)) for each in trajectory.prompt),
+        task="\n".join(escape_surrogates(each.content) for each in trajectory.prompt),
+        prompt=tuple(Message(role=each.role, content=escape_surrogates(each.content)) for each in trajectory.prompt),
         turns=tuple(
             Turn(
                 role=turn.role,
-                text=clean(turn.text),
-                action=None if turn.action is None else clean(turn.action),
-                observation=None if turn.observation is None else clean(turn.observation),
+                text=escape_surrogates(turn.text),
+                action=None if turn.action is None else escape_surrogates(turn.action),
+                observation=None if turn.observation is None else escape_surrogates(turn.observation),
                 last_token=turn.tokens or 0,
                 message=turn.message,
             )
@@ -424,18 +424,18 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
     loader.read(records(file, inside))
 
 
-def _single(found: Found) -> Iterator[Found]:
+def _single(found: RecordOrError) -> Iterator[RecordOrError]:
     """The traces of a record, each as its own record: a bad one does not affect the others."""
     for name in ("samples", "simulations", "traces"):
         inner = found.record.get(name) if isinstance(found.record, dict) else None
         if isinstance(inner, list) and inner:
             for place, one in enumerate(inner, 1):
-                yield Found(f"{found.where} {name.removesuffix('s')} {place}", {**found.record, name: [one]})
+                yield RecordOrError(f"{found.where} {name.removesuffix('s')} {place}", {**found.record, name: [one]})
             return
     yield found
 
 
-def _code(mapped: Mapped | None) -> re.Pattern[str]:
+def _code(mapped: FieldMapping | None) -> re.Pattern[str]:
     given = mapped is not None and mapped.action_pattern
     return re.compile(given, re.DOTALL) if given else CODE
 
@@ -447,4 +447,4 @@ def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trac
 def _described(record: object) -> str:
     if isinstance(record, dict):
         return f"an object with {', '.join(map(repr, list(record)[:6])) or 'no keys'}"
-    return kind(record)
+    return json_type_name(record)

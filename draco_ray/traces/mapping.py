@@ -12,13 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draco_ray.config import plain_yaml
 from draco_ray.errors import ConfigError
-from draco_ray.traces.entry import BadTrace, Entry, kind
-from draco_ray.traces.formats import Format, Reading, build, number, path_value
+from draco_ray.traces.entry import BadTrace, Entry, json_type_name
+from draco_ray.traces.formats import Format, ReadOptions, build_trace, number, path_value
 from draco_ray.traces.messages import entries
-from draco_ray.traces.model import Trace, clean, identifier
+from draco_ray.traces.model import Trace, escape_surrogates, printable_id
 
 
-class Mapped(BaseModel):
+class FieldMapping(BaseModel):
     """Dotted paths into a record, such as ``run.messages`` or ``choices.0.text``."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -47,7 +47,7 @@ class Mapped(BaseModel):
     """For code agents: a regular expression whose first group is the code that was run."""
 
 
-def load_mapping(path: Path) -> Mapped:
+def load_mapping(path: Path) -> FieldMapping:
     """Read a mapping file.
 
     Raises:
@@ -56,21 +56,23 @@ def load_mapping(path: Path) -> Mapped:
     try:
         tree = plain_yaml.load(path.read_text(encoding="utf-8"))
         if not isinstance(tree, Mapping):
-            raise ConfigError(f"mapping {path}: expected keys such as `messages: run.messages`, found {kind(tree)}")
-        mapped = Mapped.model_validate(dict(tree))
+            raise ConfigError(
+                f"mapping {path}: expected keys such as `messages: run.messages`, found {json_type_name(tree)}"
+            )
+        mapped = FieldMapping.model_validate(dict(tree))
         if mapped.action_pattern is not None and re.compile(mapped.action_pattern).groups < 1:
             raise ConfigError(f"mapping {path}: action_pattern: expected a group, ( ), around the code that is run")
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
-        known = ", ".join(Mapped.model_fields)
+        known = ", ".join(FieldMapping.model_fields)
         raise ConfigError(f"mapping {path}: {where}: {problem['msg']}; keys are {known}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError, re.error) as error:
         raise ConfigError(f"mapping {path}: cannot be read: {' '.join(str(error).split())}") from None
     return mapped
 
 
-def mapped_format(mapped: Mapped) -> Format:
+def mapped_format(mapped: FieldMapping) -> Format:
     """The format that a mapping describes."""
     return Format(
         name="mapped",
@@ -80,25 +82,25 @@ def mapped_format(mapped: Mapped) -> Format:
     )
 
 
-def _reader(mapped: Mapped) -> Callable[[Any, Reading], Iterator[Trace]]:
+def _reader(mapped: FieldMapping) -> Callable[[Any, ReadOptions], Iterator[Trace]]:
     def text(record: object, path: str | None) -> str:
         value = None if path is None else path_value(record, path)
         return value if isinstance(value, str) else "" if value is None else str(value)
 
-    def read(record: Any, reading: Reading) -> Iterator[Trace]:
+    def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         messages = path_value(record, mapped.messages)
         if messages is None:
             raise BadTrace(f'nothing at "{mapped.messages}", where the mapping expects the messages')
         said = entries(_renamed(messages, mapped))
         if system := text(record, mapped.system):
-            said = [Entry(role="system", text=clean(system)), *said]
-        yield build(
+            said = [Entry(role="system", text=escape_surrogates(system)), *said]
+        yield build_trace(
             said,
             record,
             reading,
-            task_id=identifier(text(record, mapped.task_id)),
-            trace_id=identifier(text(record, mapped.trace_id)),
-            instruction=clean(text(record, mapped.instruction)) or None,
+            task_id=printable_id(text(record, mapped.task_id)),
+            trace_id=printable_id(text(record, mapped.trace_id)),
+            instruction=escape_surrogates(text(record, mapped.instruction)) or None,
             tools=None if mapped.tools is None else path_value(record, mapped.tools),
             outcome=None if mapped.outcome is None else number(path_value(record, mapped.outcome)),
         )
@@ -106,7 +108,7 @@ def _reader(mapped: Mapped) -> Callable[[Any, Reading], Iterator[Trace]]:
     return read
 
 
-def _renamed(messages: object, mapped: Mapped) -> object:
+def _renamed(messages: object, mapped: FieldMapping) -> object:
     own = {"role": mapped.role, "content": mapped.content, "tool_calls": mapped.tool_calls}
     if not isinstance(messages, list) or not (any(own.values()) or mapped.roles):
         return messages

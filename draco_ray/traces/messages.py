@@ -32,19 +32,19 @@ from typing import Any, cast
 from draco_ray.traces.entry import (
     AGENT,
     BadTrace,
-    Call,
     Entry,
-    decoded,
+    ToolCall,
+    decode_if_json,
     first_of,
-    kind,
+    json_type_name,
     object_of,
-    shown,
     text_of,
-    thinking,
+    truncated_json,
+    wrap_thinking,
 )
-from draco_ray.traces.parts import HIDDEN, call_of, is_call, part, parts, plain, result_of, stored
-from draco_ray.traces.streams import whole
-from draco_ray.traces.templates import tagged, templated
+from draco_ray.traces.parts import HIDDEN, call_of, decode_stored_parts, is_call, part, parts, result_of, result_text
+from draco_ray.traces.streams import reassemble_stream
+from draco_ray.traces.templates import parse_chat_template, parse_tagged_calls
 
 Fields = Mapping[str, Any]
 AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "gemini")
@@ -87,9 +87,9 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
         BadTrace: it is not a list of messages.
     """
     if isinstance(messages, str):
-        messages = templated(messages) or [{"role": "user", "content": messages}]
+        messages = parse_chat_template(messages) or [{"role": "user", "content": messages}]
     if not isinstance(messages, Sequence):
-        raise BadTrace(f"expected a list of {where}s, found {kind(messages)}")
+        raise BadTrace(f"expected a list of {where}s, found {json_type_name(messages)}")
     if any(isinstance(each, Mapping) and each.get("name") in USER_PROXIES for each in messages):
         messages = [_of_proxy(each) for each in messages]
     if messages and all(isinstance(each, Mapping) and each.get("object") == "thread.message" for each in messages):
@@ -98,7 +98,7 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
     found: list[Entry] = []
     for number, message in enumerate(messages, 1):
         try:
-            found += [each for entry in message_entries(message) for each in tagged(entry)]
+            found += [each for entry in message_entries(message) for each in parse_tagged_calls(entry)]
         except BadTrace as problem:
             raise BadTrace(f"{where} {number}: {problem}") from None
     return found
@@ -110,7 +110,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     Raises:
         BadTrace: it contains something that is not a message.
     """
-    reply = whole(reply)
+    reply = reassemble_stream(reply)
     if isinstance(reply, str):
         return entries([{"role": AGENT, "content": reply}], where) if reply.strip() else []
     if isinstance(reply, list):
@@ -139,7 +139,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
         return entries([reply if known else _over({"role": AGENT}, reply)], where)
     for name in _CONTAINERS:
-        if isinstance(inner := whole(reply.get(name)), Mapping | list):
+        if isinstance(inner := reassemble_stream(reply.get(name)), Mapping | list):
             return reply_entries(inner, where)
     if isinstance(reply.get("content"), Mapping):
         return reply_entries(reply["content"], where)
@@ -156,7 +156,7 @@ def message_entries(value: object) -> list[Entry]:
         BadTrace: it is not a message.
     """
     if not isinstance(value, Mapping):
-        raise BadTrace(f"expected an object with a role, found {kind(value)}")
+        raise BadTrace(f"expected an object with a role, found {json_type_name(value)}")
     if isinstance(value.get("tool_responses"), list):
         return entries(value["tool_responses"], "result")
     if value.get("object") == "response":
@@ -171,7 +171,7 @@ def message_entries(value: object) -> list[Entry]:
         role = "system" if value.get("type") == "mcp_list_tools" else AGENT
         return [replace(each, role=each.role or role, item=True) for each in part(value)]
     if not isinstance(role, str) or not role.strip():
-        raise BadTrace(f'expected "role" as text, found {kind(role)}')
+        raise BadTrace(f'expected "role" as text, found {json_type_name(role)}')
     found = list(_message(_role(role, message), message))
     item = message.get("type") in ("message", "ThoughtEvent") or "message_type" in message
     return [replace(each, item=True) for each in found] if item else found
@@ -294,12 +294,12 @@ def _pydantic(each: Fields) -> list[Entry]:
 def _message(role: str, message: Fields) -> Iterator[Entry]:
     held = [message[name] for name in _CONTENTS if message.get(name) is not None]
     if (message.get("role") is None or not held) and "from" in message and "value" in message:
-        held = [plain(message["value"])]
+        held = [result_text(message["value"])]
     content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
-    if role != "tool" or _holds_results(stored(content)):
-        content = stored(content)
+    if role != "tool" or _holds_results(decode_stored_parts(content)):
+        content = decode_stored_parts(content)
     if role == CALLS:
-        single, said = call_of(message), plain(content)
+        single, said = call_of(message), result_text(content)
         blocks = content if isinstance(content, list) else ()
         if single.name and (single.arguments is not None or not said):
             yield Entry(role=AGENT, text=said, calls=(single,), item=True)
@@ -311,7 +311,7 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     if role == "tool" and not _holds_results(content):
         # LangChain's messages, which have no role, have ids of their own.
         named = message if message.get("role") is not None else _over({"id": None}, message)
-        yield result_of(named, content=None if content is None else plain(content).removeprefix("Observation:\n"))
+        yield result_of(named, content=None if content is None else result_text(content).removeprefix("Observation:\n"))
         return
     if content and message.get("type") == "ThoughtEvent":
         content = [{"type": "thinking", "thinking": content}]
@@ -378,7 +378,7 @@ def _steps(content: object) -> Iterator[Entry]:
         yield from found
 
 
-def _same_call(one: Call, other: Call) -> bool:
+def _same_call(one: ToolCall, other: ToolCall) -> bool:
     """Whether two calls are the same, compared by id or else by name and arguments."""
     if one.call_id and other.call_id:
         return one.call_id == other.call_id
@@ -404,27 +404,27 @@ def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
 
 def _thoughts(message: Fields) -> Iterator[str]:
     own = ("thought",) if "source" in message else ()
-    if text := thinking(text_of(message, *_THOUGHTS, *own)):
+    if text := wrap_thinking(text_of(message, *_THOUGHTS, *own)):
         yield text
         return
     thoughts = message.get("thoughts")
     for each in thoughts if isinstance(thoughts, list) else ():
         told = each if isinstance(each, Mapping) else {"subject": each}
-        yield thinking("\n".join(filter(None, [text_of(told, "subject"), text_of(told, "description")])))
+        yield wrap_thinking("\n".join(filter(None, [text_of(told, "subject"), text_of(told, "description")])))
     details = message.get("reasoning_details")
     found = [each.text for each in parts(details)] if isinstance(details, list) else []
     yield from dict.fromkeys(text for text in found if text != HIDDEN or len(found) == 1)
 
 
-def _written(text: str) -> Iterator[Call]:
+def _written(text: str) -> Iterator[ToolCall]:
     """Calls that are written as JSON, or as a Python list after "Calling tools:"."""
     text = text.partition("Calling tools:")[2].strip() or text.strip()
     try:
-        listed = decoded(text)
+        listed = decode_if_json(text)
         listed = ast.literal_eval(text) if isinstance(listed, str) else listed
         yield from _calls({"tool_calls": listed if isinstance(listed, list) else [listed]})
     except (ValueError, SyntaxError, MemoryError, RecursionError):
-        yield Call(name="tool", arguments=text)
+        yield ToolCall(name="tool", arguments=text)
 
 
 def _invoked(invoked: Sequence[Mapping[str, Any]], content: object) -> list[Any]:
@@ -446,26 +446,26 @@ def _holds_results(content: object) -> bool:
     return any(first.role == "tool" for each in content for first in part(each)[:1])
 
 
-def _calls(message: Fields) -> Iterator[Call]:
-    listed = decoded(message.get("tool_calls")) or message.get("toolCalls")
+def _calls(message: Fields) -> Iterator[ToolCall]:
+    listed = decode_if_json(message.get("tool_calls")) or message.get("toolCalls")
     # LangChain keeps the provider's form of the calls in additional_kwargs.
     listed = listed or object_of(message, "additional_kwargs").get("tool_calls") or ()
     if isinstance(listed, Mapping | str) or not isinstance(listed, Sequence):
-        raise BadTrace(f'expected "tool_calls" as a list, found {kind(listed)}')
+        raise BadTrace(f'expected "tool_calls" as a list, found {json_type_name(listed)}')
     single = (message.get(name) for name in ("tool_call", "function_call"))
     # A table may have a call whose fields are all null where a message has no call.
     older = [] if listed else [each for each in single if isinstance(each, Mapping) and any(each.values())]
     for each in [*listed, *older, *(message.get("invalid_tool_calls") or ())]:
         # verifiers stores each call as JSON text.
-        call = decoded(each)
+        call = decode_if_json(each)
         if not isinstance(call, Mapping):
-            raise BadTrace(f"expected a tool call as an object, found {shown(call)[:60]}")
+            raise BadTrace(f"expected a tool call as an object, found {truncated_json(call)[:60]}")
         call = object_of(call, "tool_call") or call
-        function = decoded(first_of(call, "function", "custom"))
+        function = decode_if_json(first_of(call, "function", "custom"))
         named = {"name": function} if isinstance(function, str) else function if isinstance(function, Mapping) else {}
         called = call_of(_over(named, call))
         if not called.name:
-            raise BadTrace(f"expected a tool call with the name of a function, found {shown(call)[:200]}")
+            raise BadTrace(f"expected a tool call with the name of a function, found {truncated_json(call)[:200]}")
         yield called
 
 

@@ -74,7 +74,7 @@ class Trace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class TraceSummary:
     """The part of a trace that stays in memory."""
 
     trace_id: str
@@ -93,7 +93,7 @@ class TraceGroup:
     """The traces of one task. They are read on demand, so that thousands of groups fit in memory."""
 
     task_id: str
-    summaries: tuple[Summary, ...]
+    summaries: tuple[TraceSummary, ...]
     """One per trace, in the order of `traces`."""
     read: Callable[[], Sequence[Trace]] = field(repr=False, compare=False)
 
@@ -106,9 +106,9 @@ class TraceGroup:
         return len(self.summaries)
 
 
-def identifier(value: object) -> str:
+def printable_id(value: object) -> str:
     """The id of a task or trace as printable text of limited length."""
-    text = clean(str(value)).strip()
+    text = escape_surrogates(str(value)).strip()
     text = "".join(character if character.isprintable() else " " for character in text)
     if len(text) <= MAX_ID_CHARACTERS:
         return text
@@ -116,7 +116,7 @@ def identifier(value: object) -> str:
     return f"{text[: MAX_ID_CHARACTERS - 9]}-{digest}"
 
 
-def clean(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """``text`` without lone surrogates, which JSON may contain but UTF-8 files cannot."""
     if text.isascii():
         return text

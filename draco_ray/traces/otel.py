@@ -31,13 +31,23 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, decoded, first_of, kind, object_of
-from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
+from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues_conversation, main_conversation
+from draco_ray.traces.entry import (
+    AGENT,
+    BadTrace,
+    Entry,
+    ToolCall,
+    compact_json,
+    decode_if_json,
+    first_of,
+    json_type_name,
+    object_of,
+)
+from draco_ray.traces.formats import ReadOptions, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import ANSWERS, entries, is_message, reply_entries
-from draco_ray.traces.model import Trace, identifier
-from draco_ray.traces.parts import plain
-from draco_ray.traces.requests import TOOLS, request_entries, told
+from draco_ray.traces.model import Trace, printable_id
+from draco_ray.traces.model_request import TOOLS, first_path_value, request_entries
+from draco_ray.traces.parts import result_text
 
 Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
@@ -81,7 +91,7 @@ TOOL_ARGUMENTS = ("gen_ai.tool.call.arguments", *INPUTS[2:], "ai.toolCall.args",
 TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[1:], "ai.toolCall.result", "traceloop.entity.output")
 
 
-def recognises(record: object) -> bool:
+def is_otel(record: object) -> bool:
     """Whether the record is an export of spans, or a span."""
     if isinstance(record, Mapping) and any(name in record for name in OTLP):
         return True
@@ -108,7 +118,7 @@ def _is_row(record: Mapping[str, Any]) -> bool:
     )
 
 
-def spans(record: Any) -> list[Span]:
+def parse_spans(record: Any) -> list[Span]:
     """The spans of an export, in a common form: flat attributes, names as in OTLP.
 
     Raises:
@@ -133,7 +143,7 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[Any]:
     elif isinstance(node, Mapping) and holder is not None:
         value = _json(node[holder])
         if value is not None and not isinstance(value, list | Mapping):
-            raise BadTrace(f'expected "{holder}" as a list, found {kind(value)}')
+            raise BadTrace(f'expected "{holder}" as a list, found {json_type_name(value)}')
         for span in _below([] if value is None else value, holder, depth + 1):
             # Langfuse stores data of the trace beside its observations.
             observed = holder == "observations" and isinstance(span, dict)
@@ -141,7 +151,7 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[Any]:
     elif name in ("spans", "observations") or _is_span(node):
         yield node
     elif name not in OTLP or not isinstance(node, Mapping):
-        raise BadTrace(f"expected spans, found {kind(node)}")
+        raise BadTrace(f"expected spans, found {json_type_name(node)}")
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -174,15 +184,15 @@ def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _span(span: object) -> Span:
     if not isinstance(span, Mapping):
-        raise BadTrace(f"expected a span as an object, found {kind(span)}")
+        raise BadTrace(f"expected a span as an object, found {json_type_name(span)}")
     span = _renamed(span)
     attributes = _attributes(span.get("attributes", span.get("tags")))
     # Logfire writes the events as an attribute.
     written = _json(attributes.get("events"))
-    events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
+    events = [(str(get_field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
     for event in span.get("events") or span.get("logs") or ():
         more = _attributes(first_of(event, "attributes", "fields")) if isinstance(event, Mapping) else {}
-        events.append((str(field(event, "name") or more.get("event", "")), more))
+        events.append((str(get_field(event, "name") or more.get("event", "")), more))
     for name, more in events:
         if name == "gen_ai.client.inference.operation.details":
             attributes = more | attributes
@@ -257,8 +267,10 @@ def session(span: Span, file: str) -> tuple[str, ...]:
     return (str(span["trace"]), *named[:1])
 
 
-@reads("otel", 'OTLP JSON: an object with "resourceSpans"', recognises, split=spans, session=session, metered=False)
-def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
+@register_format(
+    "otel", 'OTLP JSON: an object with "resourceSpans"', is_otel, split=parse_spans, session=session, metered=False
+)
+def read(spans_: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The traces of the spans of a session. Raises: BadTrace if no span contains messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))
     named = _named(ordered)
@@ -267,7 +279,7 @@ def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
         unnamed = _conversations(ordered)
         groups = [(session(each[0], "")[-1 if len(unnamed) == 1 else 0], each) for each in unnamed]
     for name, group in groups:
-        yield _trace(group, identifier(name), replace(reading, where=f"{reading.where} trace {identifier(name)}"))
+        yield _trace(group, printable_id(name), replace(reading, where=f"{reading.where} trace {printable_id(name)}"))
 
 
 def _named(ordered: list[Span]) -> dict[str, list[Span]]:
@@ -301,7 +313,9 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
     found: list[tuple[list[Span], list[Entry]]] = []
     for group in by_trace.values():
         calls = [call for _, call in _model_calls(group)]
-        place = next((n for n, (_, said) in enumerate(found) if any(continues(said, c.inputs) for c in calls)), None)
+        place = next(
+            (n for n, (_, said) in enumerate(found) if any(continues_conversation(said, c.inputs) for c in calls)), None
+        )
         joined = group if place is None else [*found[place][0], *group]
         end = len(found) if place is None else place
         found[end : end + 1] = [(joined, main_conversation([call for _, call in _model_calls(joined)]))]
@@ -324,7 +338,7 @@ def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
     return []
 
 
-def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
+def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
     calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
@@ -337,13 +351,13 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
     own: list[ModelCall] = []
     for span, call in calls:
         agent = _agent(span, by_id)
-        if agent and _around(agent, by_id) == _around(main, by_id) and continues(said, call.inputs):
+        if agent and _around(agent, by_id) == _around(main, by_id) and continues_conversation(said, call.inputs):
             # A handoff: an agent beside the first continues its conversation. (A call of no agent may ask for a title.)
             agents.add(agent)
         if agent in agents:
             said = call.inputs + call.outputs
         own.append(call if agent in agents else _of_sub_agent(call, agent, by_id))
-    return build(
+    return build_trace(
         _with_results(main_conversation(own), of_trace),
         _record(of_trace),
         reading,
@@ -357,7 +371,7 @@ def _tools(attributes: Mapping[str, Any]) -> Any:
     """The tools that a model call declares, in an attribute or in its input."""
     for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
         value = _json(attributes.get(name))
-        value = _json(told([value, field(value, "kwargs")], TOOLS)) if name not in TOOL_LISTS else value
+        value = _json(first_path_value([value, get_field(value, "kwargs")], TOOLS)) if name not in TOOL_LISTS else value
         if isinstance(value, list) and value:
             return value
     numbered = _numbered(_tree(attributes, "llm.tools."))
@@ -397,7 +411,7 @@ def _task(of_trace: list[Span]) -> str:
     for span in of_trace:
         for name in TASK_ATTRIBUTES:
             if (value := span["attributes"].get(name)) is not None and str(value).strip():
-                return identifier(value)
+                return printable_id(value)
     return ""
 
 
@@ -479,7 +493,7 @@ def _messages(
             # Nothing was said, for example because the answer was blocked.
             continue
         if stated and role == AGENT:
-            return [Entry(role=AGENT, text=compact(said))]
+            return [Entry(role=AGENT, text=compact_json(said))]
         for path in ("messages", "choices", "input", "output") if role == AGENT else ("messages", "input"):
             if isinstance(value, Mapping) and isinstance(value.get(path), list):
                 value = value[path]
@@ -490,7 +504,7 @@ def _messages(
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
             unwrapped = [object_of(each, "message") or each if isinstance(each, Mapping) else each for each in value]
             if stated and not any(isinstance(each, str) or is_message(each) for each in unwrapped):
-                return [Entry(role=role, text=compact(said))]
+                return [Entry(role=role, text=compact_json(said))]
             return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
         if isinstance(value, str) and value:
             return entries([{"role": role, "content": value}])
@@ -556,7 +570,7 @@ def _of_ai_sdk(attributes: Mapping[str, Any], of_agents: bool) -> list[Entry]:
 
 
 def _json(value: object) -> Any:
-    return decoded(value, '[{"')
+    return decode_if_json(value, '[{"')
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
@@ -588,7 +602,7 @@ def _used(agent: Span, of_trace: list[Span]) -> Iterator[Entry]:
         if _is_tool(span) and any(each is agent for each in _above(span, by_id)):
             name = str(first_of(span["attributes"], *TOOL_NAMES) or span["name"])
             arguments = _json(first_of(span["attributes"], *TOOL_ARGUMENTS))
-            yield Entry(role=AGENT, calls=(Call(name=name, arguments=arguments, call_id=span["id"]),))
+            yield Entry(role=AGENT, calls=(ToolCall(name=name, arguments=arguments, call_id=span["id"]),))
             yield replace(_tool_result(span) or Entry(role="tool"), call_id=span["id"])
 
 
@@ -604,4 +618,4 @@ def _tool_result(span: Span) -> Entry | None:
         return None
     value = _json(first_of(attributes, *TOOL_RESULTS))
     name = str(first_of(attributes, *TOOL_NAMES) or span["name"])
-    return None if value is None else Entry(role="tool", text=plain(value), name=name, call_id=call_id)
+    return None if value is None else Entry(role="tool", text=result_text(value), name=name, call_id=call_id)

@@ -21,20 +21,20 @@ from typing import Any
 
 from draco_ray.traces.entry import (
     BadTrace,
-    Call,
     Entry,
-    compact,
-    decoded,
+    ToolCall,
+    compact_json,
+    decode_if_json,
+    decoded_size,
     first_of,
-    kind,
+    json_type_name,
     object_of,
-    shown,
-    size,
+    strip_base64,
     text_of,
-    thinking,
-    without_encoded,
+    truncated_json,
+    wrap_thinking,
 )
-from draco_ray.traces.model import clean
+from draco_ray.traces.model import escape_surrogates
 
 HIDDEN = "<think>[thinking that the provider does not show]</think>"
 MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
@@ -72,14 +72,14 @@ def parts(content: object) -> Iterator[Entry]:
     if content is None:
         return
     if isinstance(content, bytes) or not isinstance(content, Mapping | Sequence):
-        raise BadTrace(f"expected its content as text or a list of parts, found {kind(content)}")
+        raise BadTrace(f"expected its content as text or a list of parts, found {json_type_name(content)}")
     for each in [content] if isinstance(content, str | Mapping) else content:
         if isinstance(each, str):
-            yield Entry(role="", text=plain(each))
+            yield Entry(role="", text=result_text(each))
         elif isinstance(each, Mapping):
             yield from part(each)
         else:
-            raise BadTrace(f"expected text or an object as a part of its content, found {kind(each)}")
+            raise BadTrace(f"expected text or an object as a part of its content, found {json_type_name(each)}")
 
 
 def part(each: Mapping[str, Any]) -> list[Entry]:
@@ -87,7 +87,7 @@ def part(each: Mapping[str, Any]) -> list[Entry]:
     found = _known(each)
     if found is not None:
         return found
-    return [Entry(role="", text=f"[{_typed(each)[0] or 'part'}: {shown(each)}]")]
+    return [Entry(role="", text=f"[{_typed(each)[0] or 'part'}: {truncated_json(each)}]")]
 
 
 def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
@@ -144,9 +144,9 @@ def is_call(each: Mapping[str, Any]) -> bool:
 def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
     """The call of a tool, its result, or both; empty if the part is neither."""
     if type_ in ("executableCode", "executable_code"):
-        return [Entry(role="", calls=(Call(name="code", arguments={"code": fields.get("code", fields)}),))]
+        return [Entry(role="", calls=(ToolCall(name="code", arguments={"code": fields.get("code", fields)}),))]
     if type_ in ("codeExecutionResult", "code_execution_result"):
-        return [Entry(role="tool", text=plain(fields.get("output", fields)))]
+        return [Entry(role="tool", text=result_text(fields.get("output", fields)))]
     if type_.endswith(RESULTS):
         return [result_of(fields, type_)]
     if type_.endswith(CALLS):
@@ -159,25 +159,25 @@ def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
         # An empty result counts as a result, too.
         ended = any(fields.get(name) is not None for name in OUTCOMES)
         return [called, result_of(fields)] if ended else [called]
-    return own_tool(type_.removesuffix("_call"), fields) if _is_own_tool(type_) else []
+    return provider_tool_entries(type_.removesuffix("_call"), fields) if _is_own_tool(type_) else []
 
 
 def _is_own_tool(type_: str) -> bool:
     return type_.endswith("_call") and not type_.endswith(CALLS)
 
 
-def own_tool(name: str, item: Mapping[str, Any], outcomes: Sequence[str] = OUTCOMES) -> list[Entry]:
+def provider_tool_entries(name: str, item: Mapping[str, Any], outcomes: Sequence[str] = OUTCOMES) -> list[Entry]:
     """The call of a tool that the provider itself runs (web search, ...), and its results if the item has some."""
     call_id = text_of(item, "call_id", "id")
     about = {key: item[key] for key in item if key not in ("id", "type", "status", "call_id", *outcomes)}
-    found = [Entry(role="", calls=(Call(name=name, arguments=about, call_id=call_id),))]
+    found = [Entry(role="", calls=(ToolCall(name=name, arguments=about, call_id=call_id),))]
     results = {key: item[key] for key in outcomes if item.get(key) not in (None, "", [])}
-    return [*found, Entry(role="tool", text=plain(results), call_id=call_id)] if results else found
+    return [*found, Entry(role="tool", text=result_text(results), call_id=call_id)] if results else found
 
 
-def call_of(fields: Mapping[str, Any], name: str = "") -> Call:
+def call_of(fields: Mapping[str, Any], name: str = "") -> ToolCall:
     """The call of a tool in any form; ``name`` is used if it has none."""
-    return Call(
+    return ToolCall(
         name=text_of(fields, "name", "toolName", "tool_name", "function_name") or name,
         arguments=first_of(
             fields, "input", "arguments", "args", "tool_kwargs", "server_tool_call", "parameters", "params_as_json"
@@ -194,15 +194,16 @@ def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None
         type_, said = f"{type_} {said['type']}", said["value"]
     error = fields.get("errorText") or fields.get("error")
     if isinstance(error, Mapping):
-        error = error.get("message") or shown(error)
+        error = error.get("message") or truncated_json(error)
     failed = fields.get("is_error") or fields.get("isError") or fields.get("status") == "error"
     marked = "[error] " if error or failed or "error" in type_ or type_ == "retry-prompt" else ""
     # Gemini stores a result's media in a field beside the result.
     media = parts(fields.get("parts")) if content is None else ()
-    texts = [plain(said), *(medium.text for medium in media)]
+    texts = [result_text(said), *(medium.text for medium in media)]
     return Entry(
         role="tool",
-        text=marked + "\n".join([*([clean(str(error))] if error and error is not True else []), *filter(None, texts)]),
+        text=marked
+        + "\n".join([*([escape_surrogates(str(error))] if error and error is not True else []), *filter(None, texts)]),
         call_id=text_of(
             {**object_of(fields, "origin"), **fields},
             *("tool_use_id", *CALL_IDS),
@@ -216,19 +217,19 @@ def _text(type_: str, fields: Any) -> str | None:
     if type_ in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
         said = first_of(fields, "text", "content", "refusal")
         said = said.get("value", said) if isinstance(said, Mapping) else said
-        return ("[refusal] " if type_ == "refusal" else "") + plain(said)
+        return ("[refusal] " if type_ == "refusal" else "") + result_text(said)
     if type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
         names = ("summary",) if fields.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
-        return thinking(plain(next((fields[name] for name in names if fields.get(name)), None))) or HIDDEN
+        return wrap_thinking(result_text(next((fields[name] for name in names if fields.get(name)), None))) or HIDDEN
     if type_ in ("redacted_thinking", "reasoning.encrypted"):
         return HIDDEN
     if type_ in ("reasoningContent", "reasoning_content"):
-        return thinking(text_of(object_of(fields, "reasoningText") or fields, "text")) or HIDDEN
+        return wrap_thinking(text_of(object_of(fields, "reasoningText") or fields, "text")) or HIDDEN
     if type_ == "search_result":
         head = ", ".join(filter(None, [text_of(fields, "title"), text_of(fields, "source", "url")]))
-        return f"[search result: {head}]\n{plain(fields.get('content'))}".rstrip()
+        return f"[search result: {head}]\n{result_text(fields.get('content'))}".rstrip()
     if type_ == "json" and "json" in fields:
-        return compact(fields["json"])
+        return compact_json(fields["json"])
     return _medium(type_, fields)
 
 
@@ -251,22 +252,22 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
     data = text_of(holder, *names)
     if data.startswith("data:"):
         head, _, data = data[5:].partition(",")
-        return f"[{label}: {head.partition(';')[0] or 'unknown format'}, {size(data)}]"
+        return f"[{label}: {head.partition(';')[0] or 'unknown format'}, {decoded_size(data)}]"
     if len(data) < 120 or "://" in data[:20] or data.startswith("attachment:"):
-        return f"[{label}: {', '.join(filter(None, [format_, clean(data[:300])])) or 'not in the trace'}]"
-    return f"[{label}: {format_ or 'unknown format'}, {size(data)}]"
+        return f"[{label}: {', '.join(filter(None, [format_, escape_surrogates(data[:300])])) or 'not in the trace'}]"
+    return f"[{label}: {format_ or 'unknown format'}, {decoded_size(data)}]"
 
 
-def plain(value: object) -> str:
+def result_text(value: object) -> str:
     """The complete text of a tool's result; encoded data is described."""
     if value is None:
         return ""
     if isinstance(value, str):
-        return clean(str(without_encoded(value)))
+        return escape_surrogates(str(strip_base64(value)))
     each = [value] if isinstance(value, Mapping) else value
     if isinstance(each, list) and each and all(isinstance(p, Mapping) and _is_part(p) for p in each):
         return "\n".join(_shown_part(p) for p in each)
-    return compact(value)
+    return compact_json(value)
 
 
 def _is_part(each: Mapping[str, Any]) -> bool:
@@ -278,13 +279,13 @@ def _shown_part(each: Mapping[str, Any]) -> str:
     """A part of a result: text and media as in `part`, other kinds as complete JSON."""
     found = _known(each)
     if not found or any(entry.calls for entry in found):
-        return compact(each)
+        return compact_json(each)
     return "\n".join(entry.text for entry in found)
 
 
-def stored(content: object) -> object:
+def decode_stored_parts(content: object) -> object:
     """Decode parts that a database keeps as JSON text; other text may be a model's answer and is returned unchanged."""
-    value = decoded(content, "[")
+    value = decode_if_json(content, "[")
     if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
         return content
     known = [_known(each) if "type" in each or len(each) == 1 else None for each in value]

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import AGENT, decoded, object_of, text_of
+from draco_ray.traces.entry import AGENT, decode_if_json, object_of, text_of
 
 RESPONSE = {"choices", "candidates", "role", "object", "stopReason", "usage", "done"}
 """Every response of a provider's API has at least one of these fields."""
 Events = Sequence[Mapping[str, Any]]
 
 
-def server_sent(text: str) -> list[Any]:
+def parse_sse(text: str) -> list[Any]:
     """The JSON values of server-sent events (``data: {...}`` lines); empty if the text is something else."""
     if not text.lstrip().startswith(("data:", "event:", ": ")):
         return []
@@ -29,14 +29,14 @@ def server_sent(text: str) -> list[Any]:
     return found
 
 
-def whole(reply: Any) -> Any:
+def reassemble_stream(reply: Any) -> Any:
     """An answer, reassembled if it was streamed (a list of events, or the text of server-sent events), and decoded if
     it is the JSON text of a response."""
-    value = decoded(reply)
+    value = decode_if_json(reply)
     first = value[0] if isinstance(value, list) and value else value
     # If the model's answer itself is JSON, it stays text.
     reply = value if isinstance(first, Mapping) and first.keys() & RESPONSE else reply
-    events = server_sent(reply) if isinstance(reply, str) else reply
+    events = parse_sse(reply) if isinstance(reply, str) else reply
     if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
         return reply
     if all("choices" in each or ("done" in each and each.keys() & {"message", "response"}) for each in events):

@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from draco_ray.traces.entry import AGENT, Call, Entry, decoded, first_of, text_of, thinking
+from draco_ray.traces.entry import AGENT, Entry, ToolCall, decode_if_json, first_of, text_of, wrap_thinking
 
 _TEMPLATES = tuple(
     re.compile(rf"{start}([\w-]+){head}(.*?)(?:{end}|(?={start})|\Z)", re.DOTALL)
@@ -44,7 +44,7 @@ _RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
-def templated(text: str) -> list[dict[str, str]]:
+def parse_chat_template(text: str) -> list[dict[str, str]]:
     """The messages in the output of a chat template; empty if the template is unknown."""
     for template in _TEMPLATES:
         if found := template.findall(text):
@@ -54,7 +54,7 @@ def templated(text: str) -> list[dict[str, str]]:
     return []
 
 
-def tagged(entry: Entry) -> Iterator[Entry]:
+def parse_tagged_calls(entry: Entry) -> Iterator[Entry]:
     """An entry whose text is parsed for tagged tool calls, or split into tagged results as separate entries."""
     if entry.role == AGENT and not entry.calls and entry.text.startswith(("<|channel|>", "<|start|>")):
         yield _channels(entry)
@@ -74,27 +74,27 @@ def tagged(entry: Entry) -> Iterator[Entry]:
 
 def _channels(entry: Entry) -> Entry:
     """An answer of gpt-oss: reasoning, text and calls are messages in channels."""
-    texts, calls = [_CHANNEL.sub("", entry.text).strip()], list[Call]()
+    texts, calls = [_CHANNEL.sub("", entry.text).strip()], list[ToolCall]()
     for head, body in _CHANNEL.findall(entry.text):
         recipient = _RECIPIENT.search(head)
         if recipient and recipient[1] != AGENT:
-            calls.append(Call(name=recipient[1], arguments=body))
+            calls.append(ToolCall(name=recipient[1], arguments=body))
         else:
-            texts.append(thinking(body) if "analysis" in head else body)
+            texts.append(wrap_thinking(body) if "analysis" in head else body)
     return replace(entry, text="\n".join(filter(None, texts)), calls=tuple(calls))
 
 
-def _calls(block: str) -> list[Call]:
+def _calls(block: str) -> list[ToolCall]:
     """The calls in a tag; empty if the content is no call and stays text."""
     if found := _FUNCTION.search(block):
-        return [Call(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))]
+        return [ToolCall(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))]
     if named := _NAMED.fullmatch(block):
-        arguments = decoded(named[2])
-        return [Call(name=named[1], arguments=arguments)] if isinstance(arguments, Mapping) else []
-    listed = decoded(block)
-    calls: list[Call] = []
+        arguments = decode_if_json(named[2])
+        return [ToolCall(name=named[1], arguments=arguments)] if isinstance(arguments, Mapping) else []
+    listed = decode_if_json(block)
+    calls: list[ToolCall] = []
     for each in listed if isinstance(listed, list) else [listed]:
         called = each.get("function", each) if isinstance(each, Mapping) else None
         if isinstance(called, Mapping) and (name := text_of(called, "name")):
-            calls.append(Call(name=name, arguments=first_of(called, "arguments", "parameters")))
+            calls.append(ToolCall(name=name, arguments=first_of(called, "arguments", "parameters")))
     return calls

@@ -10,7 +10,7 @@ import ray
 
 from draco_ray.algorithm.computer import AdvantageComputer
 from draco_ray.config.schema import AlgorithmConfig
-from draco_ray.placement import beside_the_driver
+from draco_ray.placement import driver_node_affinity
 from draco_ray.records import BoolArray, IntArray, TrainingSample
 
 
@@ -44,7 +44,7 @@ def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
     return remote.options(
         name=f"AdvantageComputer@{run_name}",
         num_cpus=0,
-        scheduling_strategy=beside_the_driver(),
+        scheduling_strategy=driver_node_affinity(),
         max_concurrency=64,
         # The actor is stateless, so restarts change nothing.
         max_restarts=-1,

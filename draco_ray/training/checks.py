@@ -29,12 +29,12 @@ from draco_ray.training.preflight import (
     check_trainable,
 )
 from draco_ray.training.session import chat_tokens, checked_model, say_cut_prompts, usable_prompts, with_environment
-from draco_ray.training.sizes import address_of, context_problems
+from draco_ray.training.sizes import context_problems, ray_address
 from draco_ray.training.trainer import TaskOrder
 
 
 @dataclass(slots=True)
-class Start:
+class CheckContext:
     """A run to be started: its configuration, and results of the checks that later checks use."""
 
     config: DracoConfig
@@ -48,18 +48,18 @@ class Start:
     order: TaskOrder | None = None
 
 
-Check = Callable[[Start], None]
+Check = Callable[[CheckContext], None]
 """Raises DracoError if the run cannot start; does nothing if a check that it needs has failed."""
 
 
-def check_parts(start: Start) -> None:
+def check_rule_and_learner(start: CheckContext) -> None:
     """Check that the advantage rule and the learner exist."""
     algorithm = start.config.algorithm
     find_rule(algorithm.rule, algorithm.reliability)
     find_learner(start.config.learner.use)
 
 
-def check_environment(start: Start) -> None:
+def check_environment(start: CheckContext) -> None:
     """Check that the environment has the tasks; adapt the configuration if it cannot evaluate them."""
     config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
@@ -73,7 +73,7 @@ def check_environment(start: Start) -> None:
     start.config, start.environment = config, environment
 
 
-def check_agent(start: Start) -> None:
+def check_agent(start: CheckContext) -> None:
     """Check that the agent and the template of its prompt exist."""
     agent = start.config.agent
     find_agent(agent.use)
@@ -81,14 +81,14 @@ def check_agent(start: Start) -> None:
         agent_template(agent.prompt, "")
 
 
-def check_program(start: Start) -> None:
+def check_program(start: CheckContext) -> None:
     """Run the agent's own check of the program it runs, if it has one."""
     agent = start.config.agent
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         check(agent, EnginePolicies(samplers=(), tokenizer=None))
 
 
-def check_model(start: Start) -> None:
+def check_model(start: CheckContext) -> None:
     """Check that the model exists and can be trained and sharded as configured."""
     config = start.config = checked_model(start.config)
     start.has_model = True
@@ -96,7 +96,7 @@ def check_model(start: Start) -> None:
         check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
 
 
-def check_context(start: Start) -> None:
+def check_context(start: CheckContext) -> None:
     """Check that the model's context is long enough for rollouts and, if it is its own judge, for judge prompts."""
     path = start.config.model.path
     positions = model_positions(path, cached_config(path))
@@ -104,7 +104,7 @@ def check_context(start: Start) -> None:
         raise ConfigError("; ".join(problems))
 
 
-def check_prompts(start: Start) -> None:
+def check_prompts(start: CheckContext) -> None:
     """Check that the chat template can render the tasks, and that enough of them are short enough."""
     config, environment = start.config, start.environment
     if not start.has_model:
@@ -122,22 +122,22 @@ def check_prompts(start: Start) -> None:
     start.prompts, start.order = prompts, task_order(config, list(prompts))
 
 
-def check_engine_arguments(start: Start) -> None:
+def check_engine_arguments(start: CheckContext) -> None:
     """Check the names in ``engine.vllm``, if vLLM is on the driver's node."""
     check_argument_names(start.config.engine.vllm)
 
 
-def check_tool_parser(start: Start) -> None:
+def check_tool_parser(start: CheckContext) -> None:
     """Check that ``agent.tool_parser`` exists and works with the model's tokenizer, if vLLM is on this node."""
     config = start.config
     if config.agent.tool_parser is not None and start.has_model and find_spec("vllm") is not None:
         ToolCallReader(chat_tokens(config), config.agent.tool_parser)
 
 
-def check_machine(start: Start) -> None:
+def check_machine(start: CheckContext) -> None:
     """Check CPUs, GPUs and object store if Ray is started here; a cluster is checked after joining it."""
     config = start.config
-    if address_of(config) is not None:
+    if ray_address(config) is not None:
         return
     check_resources(config, [machine_resources(config)])
     if config.ray.object_store_mib is not None:
@@ -154,7 +154,7 @@ def machine_resources(config: DracoConfig) -> dict[str, float]:
     return {"CPU": max(os.cpu_count() or 1, 2), "GPU": gpus, "judge": LOCAL_JUDGE_SLOTS}
 
 
-def check_root(start: Start) -> None:
+def check_root(start: CheckContext) -> None:
     """Check that a new run directory is writable, outlives the job, and has room for a step."""
     root = start.config.run.root
     check_outlives_job(root)
@@ -167,7 +167,7 @@ def check_root(start: Start) -> None:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_parts,
+    check_rule_and_learner,
     check_environment,
     check_agent,
     check_program,
@@ -181,7 +181,7 @@ CHECKS: tuple[Check, ...] = (
 """The checks of every run; later ones use results of earlier ones."""
 
 
-def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
+def run_checks(start: CheckContext, checks: Sequence[Check]) -> list[DracoError]:
     """Run the checks and return all findings, each once."""
     found: dict[str, DracoError] = {}
     for check in checks:
@@ -192,7 +192,7 @@ def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
     return list(found.values())
 
 
-def refuse(found: Sequence[DracoError]) -> None:
+def raise_findings(found: Sequence[DracoError]) -> None:
     """Raise a single finding as it is, and several as one ConfigError that lists them."""
     if len(found) == 1:
         raise found[0]

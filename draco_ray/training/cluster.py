@@ -25,15 +25,15 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
 from rich.console import Console
 
-from draco_ray.config.machine import thread_environment
+from draco_ray.config.machine import thread_env_vars
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError, one_line
 from draco_ray.interruption import handler_kept
-from draco_ray.judging.outage import span
-from draco_ray.placement import beside_the_driver
+from draco_ray.judging.outage import format_duration
+from draco_ray.placement import driver_node_affinity
 from draco_ray.training.preflight import SUBMITTED
 from draco_ray.training.progress import shown
-from draco_ray.training.sizes import address_of
+from draco_ray.training.sizes import ray_address
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
         ClusterError: another run is still starting after ``watch.start_seconds``.
     """
     lock = ray.remote(StartLock).options(
-        name=START_LOCK, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=beside_the_driver()
+        name=START_LOCK, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=driver_node_affinity()
     )
 
     def problem() -> str:
@@ -234,7 +234,7 @@ def _wait(config: DracoConfig, console: Console | None, what: str, problem: Call
             raise ClusterError(f"{what} after watch.start_seconds={limit:g}: {reason}")
         if console is not None and now - logged >= LOG_SECONDS:
             logged = now
-            console.print(f"{what}, waiting for {span(now - started)}: {reason}")
+            console.print(f"{what}, waiting for {format_duration(now - started)}: {reason}")
         time.sleep(CHECK_SECONDS)
 
 
@@ -277,7 +277,9 @@ LEAVE_SECONDS = 20.0
 """Time limit for leaving a cluster whose head does not answer."""
 
 
-async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
+async def wait_for_head_failure(
+    address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS
+) -> None:
     """Wait until the head of the cluster has not answered for ``gone`` seconds.
 
     It counts failed checks instead of measuring time, because time also passes while this process is suspended.
@@ -301,7 +303,7 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
     )
 
 
-async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
+async def stop_unless_head_lost(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
     """Call ``stop``, which waits for actors of this run, unless the head is lost: the actors may then never answer."""
     if await head_answers(head_address(), look):
         await stop()
@@ -377,7 +379,7 @@ DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """Path of the log that Ray's error quotes when its dashboard does not start."""
 
 
-def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str, Any]:
+def connect_ray(config: DracoConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
 
     Args:
@@ -396,10 +398,10 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
     # PyTorch reads this variable on import, before a worker calls `set_threads`.
-    os.environ.setdefault("OMP_WAIT_POLICY", thread_environment(1)["OMP_WAIT_POLICY"])
+    os.environ.setdefault("OMP_WAIT_POLICY", thread_env_vars(1)["OMP_WAIT_POLICY"])
     # Ray ends a driver 60 s after it has lost the head, even if it still has to write something.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
-    address = address_of(config)
+    address = ray_address(config)
     try:
         doing = f"joining the Ray cluster at {address}" if address else "starting Ray"
         progress = contextlib.nullcontext() if console is None else shown(console, doing)

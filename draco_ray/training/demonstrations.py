@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from draco_ray.config.schema import AgentConfig, DracoConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
-from draco_ray.rollout.endpoint.fields import by_call, clean
+from draco_ray.rollout.endpoint.fields import replace_surrogates, sort_tool_results
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import step_trajectories
 
@@ -113,7 +113,7 @@ def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> l
 def _demonstration(name: str, line: str, environment: Environment, agent: Agent) -> Demonstration:
     try:
         # A lone surrogate, which JSON can encode, cannot be tokenized.
-        row = clean(json.loads(line))
+        row = replace_surrogates(json.loads(line))
         messages = row["messages"]
         roles = [message["role"] for message in messages]
         tools = row.get("tools") or []
@@ -123,7 +123,7 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
         raise ConfigError(f"{name}: tools: expected a list of schemas, each with a function that has a name")
     if row.get("functions"):
         raise ConfigError(f"{name}: functions: not supported; expected tools")
-    messages = by_call([_with_calls(name, _in_texts(name, message)) for message in messages])
+    messages = sort_tool_results([_with_calls(name, _in_texts(name, message)) for message in messages])
     if "assistant" not in roles:
         raise ConfigError(f"{name}: no assistant turn, so there is nothing to learn")
     if not any(message["role"] == "assistant" and _learned(message) for message in messages):
@@ -201,7 +201,7 @@ def _named(entry: Any) -> bool:
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
-def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
+def as_sample(demonstration: Demonstration, chat: ChatTokenizer) -> TrainingSample:
     """The tokens that an agent would record if a policy wrote this conversation, with the imitated turns marked as
     sampled.
 
@@ -247,7 +247,7 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
     return turns
 
 
-def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list[TrainingSample], str | None]:
+def filter_by_length(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list[TrainingSample], str | None]:
     """The samples that fit the length of a rollout, and a message about those that do not, if any.
 
     Raises: ConfigError if none is left.
@@ -266,7 +266,7 @@ def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
+class BestRollouts:
     """The best rollouts of a run."""
 
     samples: tuple[TrainingSample, ...]
@@ -277,7 +277,7 @@ class Chosen:
     """Number of rollouts that have a reward."""
 
 
-def best_rollouts(run: RunDirectory, best: int) -> Chosen:
+def best_rollouts(run: RunDirectory, best: int) -> BestRollouts:
     """For every task, the ``best`` rollouts with the highest positive rewards; ties go to later rollouts.
 
     Raises: ConfigError if there is none.
@@ -300,7 +300,7 @@ def best_rollouts(run: RunDirectory, best: int) -> Chosen:
                     samples += [_branch(each, span) for span in each.branch_spans]
     if not samples:
         raise ConfigError(f"{run.path}: none of {seen} rollouts has a reward above 0, so there is nothing to learn")
-    return Chosen(samples=tuple(samples), rollouts=sum(map(len, wanted.values())), tasks=len(by_task), seen=seen)
+    return BestRollouts(samples=tuple(samples), rollouts=sum(map(len, wanted.values())), tasks=len(by_task), seen=seen)
 
 
 def _branch(trajectory: Trajectory, span: slice) -> TrainingSample:

@@ -64,7 +64,7 @@ class HeldOutTasks:
         return [environment.task(task) for task in environment.tasks(data.eval_split)[: data.eval_tasks]]
 
 
-class BeforeAfter(HeldOutTasks):
+class HeldOutEvaluator(HeldOutTasks):
     """Evaluates the split."""
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
@@ -155,7 +155,7 @@ def is_complete(known: Sequence[JudgedRollout], tasks: Sequence[str], config: Dr
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreAgain(Score):
+class UncachedScore(Score):
     """`Score` with a cache scope of its own, so that the reply to the first scoring is not reused."""
 
     def scope(self, config: JudgeConfig, group: str) -> str:
@@ -164,7 +164,7 @@ class ScoreAgain(Score):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedBeforeAfter(HeldOutTasks):
+class HeldOutJudgeEvaluator(HeldOutTasks):
     """Judges the split."""
 
     prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]]
@@ -173,7 +173,7 @@ class JudgedBeforeAfter(HeldOutTasks):
     """The rubric of every task; if empty, the judge writes one per task."""
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
-        """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
+        """The judged rollouts of the policy after ``step``; see `HeldOutEvaluator.measure`."""
         tasks, split = self.tasks(), self.config.data.eval_split
         known = read_judged(self.run).get((step, split), [])
         if step >= done and not is_complete(known, [task.task_id for task in tasks], self.config):
@@ -244,7 +244,7 @@ class JudgedBeforeAfter(HeldOutTasks):
             context = CallContext(group=f"heldout{step}/{task.task_id}", task_id=task.task_id, rollout=run)
             asked = (
                 self.actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)
-                for phase in (Score, ScoreAgain)
+                for phase in (Score, UncachedScore)
             )
             with self.wait(f"judge's {Score.name}", which):
                 scores = [judgement.archived for judgement in await asyncio.gather(*asked)]

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.algorithm.drift import drift, fall
+from draco_ray.algorithm.drift import drift, pass_rate_fall
 from draco_ray.judging.held_out import HeldOutScores
 from draco_ray.judging.phases import PHASES
 from draco_ray.learner.base import UpdateMetrics
@@ -108,7 +108,7 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
     pairs = [[each.best[0], each.middle] for each in scored if each.middle is not None]
     best = [sum(each.best) / len(each.best) for each in scored]
     found = drift([*(line.get("held_out_pairs") or [] for line in earlier), pairs])
-    fallen = fall([*(line.get("held_out_best") or [] for line in earlier), best])
+    fallen = pass_rate_fall([*(line.get("held_out_best") or [] for line in earlier), best])
     return {
         "held_out_rollouts": sum(len(each.held_out) for each in scored),
         "held_out_trained_rate": _mean([each.trained for each in scored for _ in each.held_out]),

@@ -21,12 +21,12 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen
+from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_tensor_parallel, is_router_or_expert
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.prompts import KEY_FILE, evidence_key
-from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_store, create_store
+from draco_ray.judging.reply_cache import FILE, RESTORE, check_local_disk, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
@@ -97,7 +97,7 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
         with suppress(SafetensorError), safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (no mapping)
                 shape_of, module = tensors.get_slice(name).get_shape(), name.removesuffix(".weight")
-                if len(shape_of) == 2 and re.fullmatch(wanted, module) and not is_frozen(module):
+                if len(shape_of) == 2 and re.fullmatch(wanted, module) and not is_router_or_expert(module):
                     sides += sum(shape_of)
     return learner.lora_rank * sides * FLOAT32_BYTES
 
@@ -118,7 +118,7 @@ def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: in
         config = json.loads(file.read_text(encoding="utf-8"))
         check_experts(config, learner, model_path)
         check_heads(config, learner.context_parallel, model_path)
-        check_split(config, tensor_parallel, model_path)
+        check_tensor_parallel(config, tensor_parallel, model_path)
 
 
 def cached_config(model_path: str) -> Path | None:
@@ -218,7 +218,7 @@ def check_replies(config: DracoConfig, run: Path) -> None:
         return
     folder = config.judge.cache or RunDirectory(run).judge_cache
     try:
-        check_own_disk(folder)
+        check_local_disk(folder)
     except StoreError as error:
         also = ""
         if config.judge.cache is None and isinstance(config.run.root, str):

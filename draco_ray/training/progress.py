@@ -19,15 +19,15 @@ from rich.text import Text
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import EngineStatistics, growth
-from draco_ray.judging.outage import Pause, span
+from draco_ray.judging.outage import OutageStatus, format_duration
 from draco_ray.judging.pool import JudgePool
 from draco_ray.observability import catalogue
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
 from draco_ray.rollout.pool import RolloutPool
-from draco_ray.terminal import plain
-from draco_ray.training.watchdog import Pending
+from draco_ray.terminal import escape_control
+from draco_ray.training.watchdog import PendingOperations
 
 LOOK_SECONDS = 1.0
 """Interval between two checks of the judge, and of whether a line is due."""
@@ -54,7 +54,7 @@ STAGES = {
 """Prefix of the kind of a pending operation -> name of the stage; the first match is shown."""
 
 
-def stage(pending: Pending) -> str:
+def stage(pending: PendingOperations) -> str:
     """Name of a run's current stage; empty if nothing is pending."""
     kinds = pending.kinds
     return next((name for begins, name in STAGES.items() if any(kind.startswith(begins) for kind in kinds)), "")
@@ -66,7 +66,7 @@ class StepProgress:
     def __init__(
         self,
         console: Console,
-        pending: Pending | None = None,
+        pending: PendingOperations | None = None,
         *,
         heartbeat_seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +78,7 @@ class StepProgress:
             heartbeat_seconds: see ``watch.heartbeat_seconds``.
             clock: monotonic time in seconds; replaced by tests.
         """
-        self._console, self._pending, self._clock = console, pending or Pending(), clock
+        self._console, self._pending, self._clock = console, pending or PendingOperations(), clock
         self._heartbeat = heartbeat_seconds
         self._live: Live | None = None
         self._title = ""
@@ -165,7 +165,7 @@ class StepProgress:
 
     def _renderable(self) -> Text:
         width = self._console.width
-        return Text(plain(self.line(width)), no_wrap=True, overflow="ellipsis")
+        return Text(escape_control(self.line(width)), no_wrap=True, overflow="ellipsis")
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ def _clock(seconds: float) -> str:
 
 
 async def watch_judge(
-    pause: Callable[[], Awaitable[Pause | None]],
+    pause: Callable[[], Awaitable[OutageStatus | None]],
     progress: StepProgress,
     console: Console,
     seconds: float = LOOK_SECONDS,
@@ -212,7 +212,7 @@ async def watch_judge(
     while True:
         found = await pause()
         if found is not None:
-            countdown = f"next try in {found.next_try:.0f} s, the run stops in {span(found.gives_up)}"
+            countdown = f"next try in {found.next_try:.0f} s, the run stops in {format_duration(found.gives_up)}"
             progress.note(f"judge unavailable: {countdown}")
             if not shown:
                 console.print(f"the judge does not answer ({found.reason}): judging is paused; {countdown}")

@@ -16,21 +16,21 @@ from pathlib import Path
 
 from rich.console import Console
 
-from draco_ray.config.effect import check_training
+from draco_ray.config.ineffective_keys import check_training_keys
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
-from draco_ray.runs.directory import RunDirectory, sole_driver, write_errors
+from draco_ray.runs.directory import RunDirectory, as_store_errors, lock_run
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.manifest import FILE as MANIFEST
 from draco_ray.runs.manifest import absent_tables, other_versions
-from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
+from draco_ray.runs.remote.location import RunLocation, begun, open_working_folder, parse_run_location, run_location
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse
-from draco_ray.training.cluster import head_failure
+from draco_ray.training.checks import CHECKS, Check, CheckContext, check_root, raise_findings, run_checks
+from draco_ray.training.cluster import wait_for_head_failure
 from draco_ray.training.held_out import is_complete
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
@@ -47,10 +47,10 @@ from draco_ray.training.resume import (
     rewind,
     write_prompts,
 )
-from draco_ray.training.session import opened, training_session
-from draco_ray.training.sizes import address_of
+from draco_ray.training.session import open_run_session, training_session
+from draco_ray.training.sizes import ray_address
 from draco_ray.training.trainer import TaskOrder
-from draco_ray.training.watchdog import PeakMemory, unless_lost
+from draco_ray.training.watchdog import PeakMemory, cancel_on_loss
 
 
 def train(config: DracoConfig, console: Console | None = None, checks: Sequence[Check] = ()) -> Path:
@@ -68,14 +68,14 @@ def train(config: DracoConfig, console: Console | None = None, checks: Sequence[
     console = console or PlainConsole()
     config, prompts, order = _checked(config, console, (*CHECKS, check_root, *checks))
     name = config.run.name or name_of(config.setting, datetime.now())
-    place = place_of(config.run, name)
-    with working(place, console.print, new=True) as path:
+    place = run_location(config.run, name)
+    with open_working_folder(place, console.print, new=True) as path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
         others = _other_digests(config)
-        with sole_driver(run):
-            with write_errors(run.path):
+        with lock_run(run):
+            with as_store_errors(run.path):
                 if run.config_text() != dump_config(config):
                     run.write_config(dump_config(config))
                 adopt_tasks(run, prompts, order.rules, 0, console)
@@ -120,14 +120,14 @@ def resume_or_start(
         raise ConfigError(
             "--resume-or-start: run.name is not set; set run.name, and set run.root to a folder that outlives the job"
         )
-    place = place_of(config.run, config.run.name)
+    place = run_location(config.run, config.run.name)
     if not begun(place, (console or PlainConsole()).print):
         return train(config, console, checks)
     return resume(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 
 def resume(
-    directory: Path | str | Place,
+    directory: Path | str | RunLocation,
     source: str | None = None,
     overrides: Sequence[str] = (),
     setting: str | None = None,
@@ -150,16 +150,16 @@ def resume(
         DracoError: as `train` does; ConfigError also for a configuration that has changed.
     """
     console = console or PlainConsole()
-    if not isinstance(directory, Place):
+    if not isinstance(directory, RunLocation):
         here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
-        directory = place_at(directory, here, trust=trust)
-    with working(directory, console.print) as path, sole_driver(run := RunDirectory.open(path.resolve())):
+        directory = parse_run_location(directory, here, trust=trust)
+    with open_working_folder(directory, console.print) as path, lock_run(run := RunDirectory.open(path.resolve())):
         old = load_config(str(run.path), trust=True)
         config = load_config(source or str(run.path), overrides, setting, trust=trust)
-        check_training(overrides, config)
+        check_training_keys(overrides, config)
         config, prompts, order = _checked(config, console, CHECKS)
         others = _other_digests(config)
-        with write_errors(run.path):
+        with as_store_errors(run.path):
             check_disk(config, run.path)
             check_paid_replies(run, old, config)
             edited, edited_others = edited_tasks(run, prompts), edited_names(run, others)
@@ -211,8 +211,8 @@ def _checked(
     config: DracoConfig, console: Console, checks: Sequence[Check]
 ) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
     """The resolved configuration, the prompts of usable tasks, and the order of the tasks."""
-    start = Start(config, console)
-    refuse(findings(start, checks))
+    start = CheckContext(config, console)
+    raise_findings(run_checks(start, checks))
     assert start.prompts is not None
     assert start.order is not None
     return start.config, start.prompts, start.order
@@ -262,7 +262,7 @@ def _train(
     start_run_log(run.path)
     try:
         # The URL works on other hosts, too.
-        with opened(config, run, console, again=url or str(run.path)) as final:
+        with open_run_session(config, run, console, again=url or str(run.path)) as final:
             asyncio.run(_run(final, prompts, order, run, start, console))
     finally:
         stop_run_log()
@@ -283,19 +283,19 @@ async def _run(
     async def work() -> None:
         async with training_session(config, prompts, order, run, start, console) as trainer:
             console.print(f"actors ready in {time.monotonic() - started:.0f}s")
-            await unless_lost(trainer.run_steps(start.step, last), trainer.fleet.failure())
+            await cancel_on_loss(trainer.run_steps(start.step, last), trainer.fleet.failure())
 
     async def head_lost() -> None:
         try:
-            await head_failure()
+            await wait_for_head_failure()
         except ClusterError as error:
             # At once, because the clean-up may take a while.
             console.print(str(error))
             raise
 
     with PeakMemory() as memory:
-        await unless_lost(work(), head_lost(), cancelled=partial(_stopping, console))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
+        await cancel_on_loss(work(), head_lost(), cancelled=partial(_stopping, console))
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if ray_address(config) is None else 'of the driver'}"
     console.print(f"done in {time.monotonic() - started:.0f}s, peak memory {used}: {run.path}")
     console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 

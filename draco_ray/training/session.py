@@ -21,19 +21,19 @@ from draco_ray.engine.model_directory import chat_template_text, check_model_dir
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError
-from draco_ray.interruption import ended_as_interrupted
-from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
-from draco_ray.judging.endpoint import introduced
+from draco_ray.interruption import sigterm_as_interrupt
+from draco_ray.judging.actors import request_number_prefix, start_judge_limiter, start_replies
+from draco_ray.judging.endpoint import describe_judge
 from draco_ray.judging.held_out import HeldOutJudge
-from draco_ray.judging.judge_context import context_tokens, uses_self_judge
+from draco_ray.judging.judge_context import self_judge_context_length, uses_self_judge
 from draco_ray.judging.local.actor import start_judge_servers
-from draco_ray.judging.outage import Pause
+from draco_ray.judging.outage import OutageStatus
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 from draco_ray.rollout.agent import agent_template, find_agent
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
@@ -43,17 +43,17 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import carried_rubrics
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
-from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
+from draco_ray.training.cluster import connect_ray, leave_ray, pending_demand, release_start_lock, stop_unless_head_lost
+from draco_ray.training.held_out import HeldOutEvaluator, HeldOutJudgeEvaluator, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.sizes import with_checkpointing
-from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync, engines_asleep
-from draco_ray.training.watchdog import Pending, in_time, watch_quiet
+from draco_ray.training.sizes import with_gradient_checkpointing
+from draco_ray.training.trainer import BatchScheduler, TaskOrder, Trainer, WeightSync, engines_asleep
+from draco_ray.training.watchdog import PendingOperations, report_inactivity, run_with_timeout
 
 if TYPE_CHECKING:
-    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.chat import ChatTokenizer
     from draco_ray.judging.judge import Judge
 
 
@@ -70,7 +70,7 @@ class Actors:
         """Create the actors; they begin loading at once.
 
         Args:
-            config: from `draco_ray.training.session.opened`.
+            config: from `draco_ray.training.session.open_run_session`.
             run: the run directory; its name is part of the actors' names.
             engines: existing policy engine actors, with the configured number and names; None: start vLLM engines.
 
@@ -85,7 +85,7 @@ class Actors:
         self._ready = False
         length = config.agent.max_prompt_length + config.agent.max_response_length
         if uses_self_judge(config):
-            length = max(length, context_tokens(config))
+            length = max(length, self_judge_context_length(config))
         self.fleet = EngineFleet(
             engines
             if engines is not None
@@ -112,15 +112,15 @@ class Actors:
         policy = None
         if judge.self_judge.enabled:
             policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
-        own = not requests_name(judge, run.path)
+        own = not request_number_prefix(judge, run.path)
         starter = judge_starter(judge, policy, leases, name, servers, replies, own_replies=own)
         self.judges = JudgePool(starter, judge)
         if judged:
             self.judges.open()
         self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
-        self.store = start_run_store(run.path, name, requests_name(judge, run.path))
+        self.store = start_run_store(run.path, name, request_number_prefix(judge, run.path))
 
-    async def start(self, pending: Pending | None = None) -> None:
+    async def start(self, pending: PendingOperations | None = None) -> None:
         """Return once the judge and every engine answer; ``pending`` records what is being waited for.
 
         Raises:
@@ -128,7 +128,7 @@ class Actors:
             ClusterError: no judge worker started.
             EngineError: the model cannot be loaded.
         """
-        pending = pending or Pending()
+        pending = pending or PendingOperations()
         ready: list[Awaitable[Any]] = [pending.wait("the engines' start", self.fleet.start())]
         if self._config.algorithm.reward == "rubric":
             ready.insert(0, pending.wait("the first judge worker and its first reply", self.judges.ready()))
@@ -137,12 +137,12 @@ class Actors:
         await asyncio.gather(*ready)
         self._ready = True
 
-    async def judge_pause(self) -> Pause | None:
+    async def judge_pause(self) -> OutageStatus | None:
         """The judge's current outage, if there is one and the limiter answers."""
         if self._limiter is None:
             return None
         try:
-            pause: Pause | None = await self._limiter.pause.remote()
+            pause: OutageStatus | None = await self._limiter.pause.remote()
         except ray.exceptions.RayError:
             return None
         return pause
@@ -204,7 +204,7 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).expanduser().resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    return with_checkpointing(config.updated(model=changed))
+    return with_gradient_checkpointing(config.updated(model=changed))
 
 
 def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
@@ -240,16 +240,16 @@ def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
     return checked_model(config), environment
 
 
-def chat_tokens(config: DracoConfig) -> ChatTokens:
+def chat_tokens(config: DracoConfig) -> ChatTokenizer:
     """The model's chat template. Raises: ConfigError: it cannot be used."""
-    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.chat import ChatTokenizer
 
-    return ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
+    return ChatTokenizer(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
 
 
 def task_prompts(
     config: DracoConfig, environment: Environment, tasks: Sequence[str]
-) -> tuple[dict[str, tuple[Message, ...]], ChatTokens]:
+) -> tuple[dict[str, tuple[Message, ...]], ChatTokenizer]:
     """The agent's prompt of each task, by task id, and the chat template that tokenizes it.
 
     Raises:
@@ -314,7 +314,7 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
 
 
 @contextlib.contextmanager
-def opened(
+def open_run_session(
     config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, again: str | None = None
 ) -> Iterator[DracoConfig]:
     """Run the judge's server and Ray during the block; errors are raised as by `one_line_errors`.
@@ -332,7 +332,7 @@ def opened(
     continued = "" if again is None else f"continue with: draco train --resume {shlex.quote(again)}"
     with (
         one_line_errors(run, console, continued),
-        ended_as_interrupted(continued and f"stopping; {continued}"),
+        sigterm_as_interrupt(continued and f"stopping; {continued}"),
         open_judge(config, console, cache or run.judge_cache) as final,
         ray_session(final, console),
     ):
@@ -368,7 +368,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
             yield final.updated(judge=endpoint)
         return
     else:
-        console.print(f"judge: {introduced(judge)}")
+        console.print(f"judge: {describe_judge(judge)}")
         # Check the judge first: this takes seconds, while everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
@@ -382,7 +382,7 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
 
     rules = config.judge.rule_judge
     noise = rules.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
-    with find("judge.rule_judge", RULE_JUDGE, {})(
+    with find_component("judge.rule_judge", RULE_JUDGE, {})(
         use=rules.use, latency=rules.latency_seconds, noise={**noise, "seed": config.seed}
     ) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
@@ -395,16 +395,16 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
 
 async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
     """Check that the judge answers, within ``watch.start_seconds``."""
-    pending = Pending()
+    pending = PendingOperations()
     checking = pending.wait("the judge's first reply", judge.check())
     # Ray is not running yet, so there are no pending resources to report.
-    await started(checking, config, pending, console, why=str)
+    await await_startup(checking, config, pending, console, why=str)
 
 
 @contextlib.contextmanager
 def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator[None]:
     """Run Ray during the block; ``console`` shows that it is starting."""
-    connect(config, console=console)
+    connect_ray(config, console=console)
     try:
         yield
     finally:
@@ -418,7 +418,7 @@ def one_line_errors(run: RunDirectory, console: Console, continued: str = "") ->
     ``continued``: the line that says how to continue the run, printed if not empty.
     """
     try:
-        with plain_errors():
+        with unwrap_ray_errors():
             yield
     except (DracoError, KeyboardInterrupt) as error:
         interrupted = isinstance(error, KeyboardInterrupt)
@@ -430,17 +430,17 @@ def one_line_errors(run: RunDirectory, console: Console, continued: str = "") ->
 
 
 @contextlib.contextmanager
-def plain_errors() -> Iterator[None]:
+def unwrap_ray_errors() -> Iterator[None]:
     """Raise the one-line error behind an error of an actor, if there is one."""
     try:
         yield
     except ray.exceptions.RayError as error:
-        if (plain := plain_error(error)) is None:
+        if (plain := unwrap_ray_error(error)) is None:
             raise
         raise plain from None
 
 
-def plain_error(error: BaseException) -> DracoError | None:
+def unwrap_ray_error(error: BaseException) -> DracoError | None:
     """The one-line error behind an error of an actor; None if the error is unexpected, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
         # Each actor that re-raises an error wraps it again.
@@ -469,7 +469,7 @@ async def training_session(
     """Create and start the parts of a training run; stop them after the block, or if the start fails.
 
     Args:
-        config: from `opened`.
+        config: from `open_run_session`.
         prompts: of the usable tasks, by task id.
         order: of the tasks.
         run: the run directory.
@@ -480,7 +480,7 @@ async def training_session(
         DracoError: a part cannot be started; or from the block.
     """
     async with contextlib.AsyncExitStack() as parts:
-        pending = Pending()
+        pending = PendingOperations()
         progress = StepProgress(console, pending, heartbeat_seconds=config.watch.heartbeat_seconds)
         parts.callback(progress.stop)
         progress.start("starting")
@@ -489,9 +489,9 @@ async def training_session(
         learner = find_learner(config.learner.use)(
             config.model, learner_config(config), run=run.path, seed=config.seed, resume_from=start.checkpoint
         )
-        parts.push_async_callback(partial(unless_gone, learner.stop))
+        parts.push_async_callback(partial(stop_unless_head_lost, learner.stop))
         actors = Actors(config, run)
-        parts.push_async_callback(partial(unless_gone, actors.stop))
+        parts.push_async_callback(partial(stop_unless_head_lost, actors.stop))
         parts.push_async_exit(partial(_drain_within_budget, actors, config.judge.request_timeout_seconds))
         advantages = start_advantage_computer(config.algorithm, run.path.name)
         weights = WeightSync(
@@ -509,7 +509,7 @@ async def training_session(
             if start.step:
                 await pending.wait("sync of the adapter to the engines", weights.publish(start.step))
 
-        await started(begin(), config, pending, console)
+        await await_startup(begin(), config, pending, console)
         pool = actors.pool(actors.workers)
         pipeline = Pipeline(
             config.algorithm,
@@ -528,12 +528,12 @@ async def training_session(
             observer.watch_pools(pool, actors.judges),
             observer.watch_engines(actors.fleet),
             watch_judge(actors.judge_pause, progress, console),
-            watch_quiet(pending, config.watch.quiet_seconds, console.print, pending_demand),
+            report_inactivity(pending, config.watch.quiet_seconds, console.print, pending_demand),
         ):
             await parts.enter_async_context(_beside(watching))
         trainer = Trainer(
             config,
-            batches=Batches(prompts, order, pipeline, console, start.recorded),
+            batches=BatchScheduler(prompts, order, pipeline, console, start.recorded),
             learner=learner,
             fleet=actors.fleet,
             weights=weights,
@@ -558,19 +558,19 @@ def _before_after(
     console: Console,
     tell: Tell,
     wait: Wait,
-) -> BeforeAfter | JudgedBeforeAfter | None:
+) -> HeldOutEvaluator | HeldOutJudgeEvaluator | None:
     """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none. None: not at all."""
     if not config.train.evaluate_before_after:
         return None
     environment = make_environment(config.environment, config.data)
     if environment.evaluates:
-        return BeforeAfter(config, actors, run, progress, console, tell, wait)
+        return HeldOutEvaluator(config, actors, run, progress, console, tell, wait)
 
     def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
         return task_prompts(config, environment, tasks)[0]
 
     static = static_criteria(config)
-    return JudgedBeforeAfter(
+    return HeldOutJudgeEvaluator(
         config, actors, run, progress, console, prompts=prompts, static=static, tell=tell, wait=wait
     )
 
@@ -601,10 +601,10 @@ async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         task.cancel()
 
 
-async def started(
+async def await_startup(
     begin: Coroutine[Any, Any, None],
     config: DracoConfig,
-    pending: Pending,
+    pending: PendingOperations,
     console: Console,
     why: Callable[[], str] = pending_demand,
 ) -> None:
@@ -615,7 +615,7 @@ async def started(
         config: of the run.
         pending: what is being waited for.
         console: for messages.
-        why: see `draco_ray.training.watchdog.watch_quiet`.
+        why: see `draco_ray.training.watchdog.report_inactivity`.
 
     Raises:
         ClusterError: it takes longer than ``watch.start_seconds``.
@@ -625,17 +625,17 @@ async def started(
     def late() -> ClusterError:
         return ClusterError(f"the run has not started in watch.start_seconds={limit:g}, waiting for: {pending}")
 
-    async with _beside(watch_quiet(pending, quiet, console.print, why)):
-        await in_time(begin, limit, late)
+    async with _beside(report_inactivity(pending, quiet, console.print, why)):
+        await run_with_timeout(begin, limit, late)
 
 
 async def start_actors(actors: Actors, config: DracoConfig, console: Console) -> None:
-    """`Actors.start` for commands that do not train. Raises: as `Actors.start` and `started`."""
-    pending = Pending()
-    await started(actors.start(pending), config, pending, console)
+    """`Actors.start` for commands that do not train. Raises: as `Actors.start` and `await_startup`."""
+    pending = PendingOperations()
+    await await_startup(actors.start(pending), config, pending, console)
 
 
-async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
+async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: PendingOperations) -> None:
     waits_for = "the learner's start"
     if not config.engine.colocate:
         await asyncio.gather(actors.start(pending), pending.wait(waits_for, learner.start()))
@@ -648,7 +648,7 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:
     """If the budget is spent, wait for the replies to requests already sent, since they are paid for."""
-    if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
+    if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(unwrap_ray_error(error), BudgetSpent):
         await actors.judges.drain(seconds)
 
 

@@ -17,7 +17,7 @@ PROCESSES_BYTES = 5 << 30
 """Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
 
 
-def address_of(config: DracoConfig) -> str | None:
+def ray_address(config: DracoConfig) -> str | None:
     """Return the address of the cluster to join; None: this process starts Ray itself."""
     return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
@@ -40,7 +40,7 @@ def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
     return problems
 
 
-def with_checkpointing(config: DracoConfig) -> DracoConfig:
+def with_gradient_checkpointing(config: DracoConfig) -> DracoConfig:
     """The configuration with ``learner.gradient_checkpointing`` decided."""
     if config.learner.gradient_checkpointing is not None:
         return config

@@ -39,18 +39,18 @@ from draco_ray.config.schema import DracoConfig, TrainConfig
 from draco_ray.engine.canary import CanaryReading, Probe, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError, ConfigError, RunStopped
-from draco_ray.judging.outage import span
+from draco_ray.judging.outage import format_duration
 from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
+from draco_ray.training.held_out import HeldOutEvaluator, HeldOutJudgeEvaluator
 from draco_ray.training.metrics import held_out_metrics, step_metrics, step_spans, update_metrics
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import RunObserver, StepProgress, step_line
-from draco_ray.training.watchdog import Pending, Watchdog, in_time
+from draco_ray.training.watchdog import PendingOperations, Watchdog, run_with_timeout
 from draco_ray.workers.tasks import gather_or_cancel
 
 
@@ -70,7 +70,7 @@ async def streamed_update(
     learner: GroupLearner,
     groups: Sequence[Awaitable[Any | None]],
     minibatch_prompts: int,
-    pending: Pending | None = None,
+    pending: PendingOperations | None = None,
     *,
     in_order: bool = False,
 ) -> StreamedUpdate:
@@ -87,7 +87,7 @@ async def streamed_update(
         in_order: feed the first pass in the batch's order, so that gradients are always added in the same order.
     Raises: the first error of a group or of the learner.
     """
-    result, pending = StreamedUpdate(), pending or Pending()
+    result, pending = StreamedUpdate(), pending or PendingOperations()
 
     async def all_of(works: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
         return [await work for work in works] if in_order else await gather_or_cancel(works)
@@ -217,13 +217,13 @@ async def engines_asleep(
     *,
     colocate: bool,
     after: Sequence[asyncio.Future[Any]] = (),
-    pending: Pending | None = None,
+    pending: PendingOperations | None = None,
 ) -> AsyncIterator[None]:
     """Free the engines' GPUs for the learner during the block, which begins when ``after`` is done.
 
     ``pending`` records that the engines are being waited for.
     """
-    pending = pending or Pending()
+    pending = pending or PendingOperations()
     if not colocate:
         yield
         return
@@ -381,7 +381,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchScheduler:
     """Sends the tasks of each step into the pipeline.
 
     With ``train.staleness`` = n, the rollouts of the next n steps begin as soon as this step leaves slots free. They
@@ -506,7 +506,7 @@ class Trainer:
     """Runs the training steps one after another."""
 
     config: DracoConfig
-    batches: Batches
+    batches: BatchScheduler
     """The groups of each step."""
     learner: Learner
     fleet: EngineFleet
@@ -523,9 +523,9 @@ class Trainer:
     """Where checkpoints are written."""
     console: Console
     """Gets a line per step."""
-    pending: Pending = field(default_factory=Pending)
+    pending: PendingOperations = field(default_factory=PendingOperations)
     """Records what is being waited for."""
-    evaluation: BeforeAfter | JudgedBeforeAfter | None = None
+    evaluation: HeldOutEvaluator | HeldOutJudgeEvaluator | None = None
     """Measures held-out tasks."""
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
     """The checkpoint being written."""
@@ -566,7 +566,7 @@ class Trainer:
                         await self._checkpoint(step)
                     raise
                 if step == first < last:
-                    left = span((last - step) * (time.monotonic() - began))
+                    left = format_duration((last - step) * (time.monotonic() - began))
                     self.console.print(f"{last - step} steps left, about {left} at this rate")
                 await self._between(step, last)
             self._watchdog.end()
@@ -582,7 +582,7 @@ class Trainer:
             await self._measure(step, step)
 
     async def _measure(self, step: int, done: int) -> Any:
-        """See `BeforeAfter.measure`; None without an evaluation."""
+        """See `HeldOutEvaluator.measure`; None without an evaluation."""
         if self.evaluation is None:
             return None
         measuring: Coroutine[Any, Any, Any] = self.evaluation.measure(step, done)
@@ -594,7 +594,7 @@ class Trainer:
         def late() -> RunStopped:
             return RunStopped(f"{what} has not ended in watch.step_seconds={seconds:g}, waiting for: {self.pending}")
 
-        return await in_time(work, seconds, late)
+        return await run_with_timeout(work, seconds, late)
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
         config, started = self.config, time.monotonic()

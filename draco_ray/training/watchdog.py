@@ -1,6 +1,7 @@
 """Stops an unattended run: after steps without a group, with a failing judge, or in a step that never ends.
 
-`Pending` records what the run waits for, `Watchdog` decides after each step, `PeakMemory` samples memory. No Ray here.
+`PendingOperations` records what the run waits for, `Watchdog` decides after each step, `PeakMemory` samples memory. No
+Ray here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import psutil
 
 from draco_ray.config.schema import WatchConfig
 from draco_ray.errors import RunStopped
-from draco_ray.judging.outage import span
+from draco_ray.judging.outage import format_duration
 
 COST = 30
 """Sampling memory takes at most 1/COST of the time; it is slow because the kernel walks every page."""
@@ -69,7 +70,7 @@ FEWEST_PHASES = 10
 """Minimum number of judge phases in a step for checking the share of failures."""
 
 
-class Pending:
+class PendingOperations:
     """What the run is waiting for, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -116,7 +117,7 @@ class Pending:
             _, which, since = min(
                 (each for each in self._waiting.values() if each[0] == kind), key=lambda each: each[2]
             )
-            lasted = span(self._clock() - since)
+            lasted = format_duration(self._clock() - since)
             named = f"{kind} {which}".strip()
             parts.append(
                 f"{named}, for {lasted}" if count == 1 else f"{count} x {kind} (the oldest: {which}, for {lasted})"
@@ -202,8 +203,8 @@ class Watchdog:
             raise RunStopped(f"{self._last}, so the policy has not learned from the last step")
 
 
-async def watch_quiet(
-    pending: Pending,
+async def report_inactivity(
+    pending: PendingOperations,
     seconds: float,
     say: Callable[[str], None],
     why: Callable[[], str] = str,
@@ -219,11 +220,11 @@ async def watch_quiet(
         times = int(pending.quiet // seconds)
         if times > said:
             reason = await asyncio.to_thread(why)
-            say(f"no progress for {span(pending.quiet)}, waiting for: {pending}{reason and f' ({reason})'}")
+            say(f"no progress for {format_duration(pending.quiet)}, waiting for: {pending}{reason and f' ({reason})'}")
         said = times
 
 
-async def unless_lost(
+async def cancel_on_loss(
     work: Coroutine[Any, Any, ResultT], *losses: Coroutine[Any, Any, None], cancelled: Callable[[], None] = lambda: None
 ) -> ResultT:
     """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
@@ -248,7 +249,9 @@ async def unless_lost(
         await asyncio.gather(working, *watched, return_exceptions=True)
 
 
-async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, late: Callable[[], Exception]) -> ResultT:
+async def run_with_timeout(
+    work: Coroutine[Any, Any, ResultT], seconds: float | None, late: Callable[[], Exception]
+) -> ResultT:
     """Await ``work``; if it takes longer than ``seconds``, cancel it, wait for it to end, and raise ``late()``.
 
     ``late`` is called while ``work`` runs, since it names what is pending. ``seconds`` None: no limit.
@@ -260,4 +263,4 @@ async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, lat
         await asyncio.sleep(seconds)
         raise late()
 
-    return await unless_lost(work, limit())
+    return await cancel_on_loss(work, limit())

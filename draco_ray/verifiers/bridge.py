@@ -45,14 +45,14 @@ _END_SECONDS = 10.0
 """Maximum time for ending episodes and the processes that verifiers has started."""
 
 
-class Unusable(Exception):
+class UnusableTaskset(Exception):
     """The taskset or environment cannot be used; the message is one line for the user."""
 
 
 # --------------------------------------------------------------------------------------------- tasks and environment
 
 
-class Found:
+class LoadedEnvironment:
     """The configured environment with its taskset, and the tasks by id."""
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -113,9 +113,9 @@ def _check_version() -> None:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        raise Unusable(f"verifiers is not installed for {sys.executable}; run `make setup-verifiers`") from None
+        raise UnusableTaskset(f"verifiers is not installed for {sys.executable}; run `make setup-verifiers`") from None
     if not re.match(re.escape(WANTED) + r"(\.|$)", version):
-        raise Unusable(f"verifiers {version} is installed for {sys.executable}; expected {WANTED}.*")
+        raise UnusableTaskset(f"verifiers {version} is installed for {sys.executable}; expected {WANTED}.*")
 
 
 def _environment(options: dict[str, Any]) -> Any:
@@ -125,10 +125,10 @@ def _environment(options: dict[str, Any]) -> Any:
     taskset = options["taskset"]
     name = taskset.get("id")
     if not isinstance(name, str) or not name:
-        raise Unusable("environment.options.taskset.id: expected the name of an installed taskset, or ./file.py")
+        raise UnusableTaskset("environment.options.taskset.id: expected the name of an installed taskset, or ./file.py")
     if name.endswith(".py"):
         if not Path(name).is_file():
-            raise Unusable(f"taskset {name}: no such file")
+            raise UnusableTaskset(f"taskset {name}: no such file")
         name = Path(name).stem
     module = name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
     try:
@@ -137,15 +137,15 @@ def _environment(options: dict[str, Any]) -> Any:
         # verifiers raises the same error for a missing taskset and for one that lacks a module; the cause differs.
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         if missing.name in (None, module, f"verifiers.v1.tasksets.{module}"):
-            raise Unusable(
+            raise UnusableTaskset(
                 f"taskset {name!r} is not installed; install its package with {sys.executable} -m pip, or give a "
                 "file, ./my_taskset.py"
             ) from None
-        raise Unusable(_lacking(name, missing)) from None
+        raise UnusableTaskset(_lacking(name, missing)) from None
     except ImportError as error:
-        raise Unusable(_lacking(name, error)) from None
+        raise UnusableTaskset(_lacking(name, error)) from None
     except Exception as error:
-        raise Unusable(f"taskset {name!r}: {_line(error)}") from None
+        raise UnusableTaskset(f"taskset {name!r}: {_line(error)}") from None
     for role in options["env"].values():
         # YAML's null stands for verifiers' harness called "null".
         if isinstance(role, dict) and isinstance(role.get("harness"), dict) and role["harness"].get("id", "") is None:
@@ -174,7 +174,7 @@ def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
         harness = harnesses[role].id
         if harness_class(harness).EXECUTES_CODE or task_type(config.taskset.id).NEEDS_CONTAINER:
             key = f"environment.options.env.{role}"
-            raise Unusable(
+            raise UnusableTaskset(
                 f"taskset {config.taskset.id!r}: harness {harness!r} lets the policy run programs, or the tasks need "
                 f"a container; set {key}.runtime.type=docker (or prime, modal, ...; subprocess runs on this machine "
                 f"without isolation), or {key}.harness.id=null, which runs no programs"
@@ -222,12 +222,12 @@ def _said(what: str) -> Iterator[None]:
     """Turn errors of user code into one line about ``what``."""
     try:
         yield
-    except Unusable:
+    except UnusableTaskset:
         raise
     except ImportError as error:
-        raise Unusable(_lacking(what, error)) from None
+        raise UnusableTaskset(_lacking(what, error)) from None
     except Exception as error:
-        raise Unusable(f"{what}: {_line(error)}") from None
+        raise UnusableTaskset(f"{what}: {_line(error)}") from None
 
 
 def _lacking(what: str, error: ImportError) -> str:
@@ -296,7 +296,7 @@ def _installed(script: str) -> bool:
 class Player:
     """Plays episodes in verifiers' environment."""
 
-    def __init__(self, found: Found) -> None:
+    def __init__(self, found: LoadedEnvironment) -> None:
         """``found``: the environment; it must be serving while episodes are played."""
         from verifiers.v1.task import Task
 
@@ -320,7 +320,7 @@ class Player:
     async def _answer(self, order: dict[str, Any]) -> dict[str, Any]:
         try:
             return await self._play(order)
-        except Unusable as error:
+        except UnusableTaskset as error:
             return {"unusable": str(error)}
         except Exception as error:
             return {"lost": _line(error)}
@@ -359,10 +359,10 @@ class Player:
         for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
             # The package verifiers formats errors of its own process like this; the output of programs looks different.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
-                raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
+                raise UnusableTaskset(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
             # The endpoint's error message.
             if refused := re.search(r"the chat template of [^\n]* does not support tools [^\n\"]*", error.message):
-                raise Unusable(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
+                raise UnusableTaskset(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
 
     def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
         """The record of an episode; with rewards only if requested."""
@@ -405,7 +405,7 @@ def _message(node: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------- main
 
 
-async def serve(found: Found, folder: Path, ready: Callable[[], None]) -> None:
+async def serve(found: LoadedEnvironment, folder: Path, ready: Callable[[], None]) -> None:
     """Play the episodes that are requested at the socket ``folder/episodes``, until cancelled."""
     _run_scripts_here(folder)
     player = Player(found)
@@ -445,15 +445,15 @@ def main() -> None:
 
     try:
         if sys.argv[1] == "tasks":
-            answer(Found(options).told())
+            answer(LoadedEnvironment(options).told())
         else:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Thread(target=_end_with, args=[control], daemon=True).start()
-            found = Found(options)
+            found = LoadedEnvironment(options)
             gc.freeze()
             gc.enable()
             asyncio.run(serve(found, Path(sys.argv[2]), lambda: answer({})))
-    except Unusable as error:
+    except UnusableTaskset as error:
         answer({"error": str(error)})
     except Exception as error:
         answer({"error": _line(error)})

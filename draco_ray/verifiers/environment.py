@@ -8,8 +8,8 @@ from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig, 
 from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
-from draco_ray.verifiers.options import read_options, told_to_bridge, verifiers_python
-from draco_ray.verifiers.process import Listing, end_bridge, listing, shared_bridge
+from draco_ray.verifiers.options import bridge_options_json, read_options, verifiers_python
+from draco_ray.verifiers.process import Listing, end_bridge, list_taskset, shared_bridge
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
@@ -61,13 +61,13 @@ class VerifiersEnvironment(Environment):
         if offers is None:
             return
         # Listing tasks needs no tokenizer.
-        from draco_ray.engine.chat import ChatTokens
+        from draco_ray.engine.chat import ChatTokenizer
         from draco_ray.engine.model_directory import load_tokenizer
-        from draco_ray.engine.tool_calls import check_calls
+        from draco_ray.engine.tool_calls import check_tool_calls_parsable
 
-        chat = ChatTokens(load_tokenizer(model.path, model.chat_template), thinking=agent.thinking)
+        chat = ChatTokenizer(load_tokenizer(model.path, model.chat_template), thinking=agent.thinking)
         try:
-            check_calls(chat, agent.tool_parser)
+            check_tool_calls_parsable(chat, agent.tool_parser)
         except ConfigError as error:
             raise ConfigError(f"verifiers: {offers} offers the policy tools, but {error}") from None
 
@@ -81,8 +81,8 @@ class VerifiersEnvironment(Environment):
 
     @property
     def _listing(self) -> Listing:
-        told = told_to_bridge(self.options, ground_truth=False)
-        return listing(told, verifiers_python(self.options), tuple(self.options.pass_environment))
+        told = bridge_options_json(self.options, ground_truth=False)
+        return list_taskset(told, verifiers_python(self.options), tuple(self.options.pass_environment))
 
 
 class VerifiersWorld:

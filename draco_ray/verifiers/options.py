@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from draco_ray.config.schema import EnvironmentConfig, Tree
+from draco_ray.config.schema import ConfigSection, EnvironmentConfig
 from draco_ray.environments.base import checked_options
 from draco_ray.environments.own_python import own_python
 from draco_ray.errors import ConfigError, WorldError
@@ -16,14 +16,14 @@ VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
 
 
-class VerifiersSampling(Tree):
+class VerifiersSampling(ConfigSection):
     """verifiers' sampling configuration; the run sets the rest."""
 
     max_tokens: int | None = Field(None, ge=1)
     """Maximum number of tokens of a turn."""
 
 
-class VerifiersOptions(Tree):
+class VerifiersOptions(ConfigSection):
     """The taskset to play, and the settings for playing it."""
 
     taskset: dict[str, Any] = Field(default_factory=dict)
@@ -68,7 +68,7 @@ def verifiers_python(options: VerifiersOptions) -> str:
         raise ConfigError(str(error)) from None
 
 
-def told_to_bridge(options: VerifiersOptions, *, ground_truth: bool) -> str:
+def bridge_options_json(options: VerifiersOptions, *, ground_truth: bool) -> str:
     """The bridge's options, a line of JSON."""
     told = options.model_dump(include={"taskset", "env", "splits", "sampling", "path"})
     return json.dumps({**told, "truth": ground_truth})

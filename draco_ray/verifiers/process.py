@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.program import MARK, end_strays, passed_environment
+from draco_ray.environments.program import MARK, end_strays, passed_env_vars
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.temp_dirs import PrivateTempDir
-from draco_ray.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
+from draco_ray.verifiers.options import VerifiersOptions, bridge_options_json, verifiers_python
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
@@ -43,11 +43,11 @@ class Listing:
 
 
 @functools.cache
-def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
+def list_taskset(told: str, python: str, passed: tuple[str, ...]) -> Listing:
     """List the tasks with a short-lived process of verifiers' Python.
 
     Args:
-        told: see `told_to_bridge`.
+        told: see `bridge_options_json`.
         python: interpreter of verifiers' virtual environment.
         passed: names of environment variables.
 
@@ -120,7 +120,7 @@ class BridgeProcess:
         with theirs:
             words = [python, str(_BRIDGE), "serve"]
             started = cls(words, _environment(python, tuple(options.pass_environment)), control, theirs)
-        control.write(told_to_bridge(options, ground_truth=ground_truth).encode() + b"\n")
+        control.write(bridge_options_json(options, ground_truth=ground_truth).encode() + b"\n")
         try:
             async with asyncio.timeout(2 * config.start_timeout_seconds):
                 line = await reader.readline()
@@ -220,7 +220,7 @@ _SHARED: dict[tuple[int, str], SharedBridge] = {}
 
 
 def _key(options: VerifiersOptions, ground_truth: bool) -> tuple[int, str]:
-    return id(asyncio.get_running_loop()), told_to_bridge(options, ground_truth=ground_truth)
+    return id(asyncio.get_running_loop()), bridge_options_json(options, ground_truth=ground_truth)
 
 
 def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> SharedBridge:
@@ -237,7 +237,7 @@ async def end_bridge(options: VerifiersOptions, *, ground_truth: bool) -> None:
 
 def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
     """Environment variables of verifiers' processes, with its programs first on PATH."""
-    kept = passed_environment((*_PASSED, *names))
+    kept = passed_env_vars((*_PASSED, *names))
     # The packages on this process's PYTHONPATH are incompatible with verifiers' environment.
     kept.pop("PYTHONPATH", None)
     folder = Path(python).parent

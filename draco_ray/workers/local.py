@@ -14,7 +14,7 @@ Reference = Any
 """A value, or something to await for it, such as a Ray object reference."""
 
 
-async def resolved(reference: Reference) -> Any:
+async def resolve(reference: Reference) -> Any:
     """The value of a reference; a plain value is returned as it is."""
     return await reference if isinstance(reference, Awaitable) else reference
 
@@ -49,7 +49,7 @@ class LocalActor:
 
 
 async def _called(method: Any, given: Sequence[Any]) -> Any:
-    return await resolved(method(*[await resolved(each) for each in given]))
+    return await resolve(method(*[await resolve(each) for each in given]))
 
 
 async def _nth(call: Awaitable[Sequence[Any]], index: int) -> Any:

@@ -23,7 +23,7 @@ def is_temporary(error: RayActorError) -> bool:
     return isinstance(error, ActorUnavailableError) or error.preempted
 
 
-async def up(worker: Any) -> None:
+async def wait_until_up(worker: Any) -> None:
     """Return once an actor answers. Raises: `WorkerUnavailable`, `WorkerLost`."""
     try:
         await worker.up.remote()
@@ -46,7 +46,7 @@ def restart(worker: Any) -> None:
     ray.kill(worker, no_restart=False)
 
 
-def kept_argument(value: Any) -> Any:
+def pin_argument(value: Any) -> Any:
     """``value`` as an argument of an actor that Ray restarts; keep the result for as long as the actor may restart.
 
     Ray moves a large argument, such as a tokenizer, to the object store and frees it after the first start.

@@ -23,7 +23,7 @@ from draco_ray.records import Usage
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.support.command import draco, draco_here, start_draco
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 from tests.support.order_desk_policy import EXAMPLE, build_order_desk_policy
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.scripted_policy import save_turns_policy

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.deployment,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
+    pytest.mark.skipif(hosts.why_unavailable() is not None, reason=str(hosts.why_unavailable())),
 ]
 
 PROMPTS, GROUP = 1, 2

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from draco_ray import step_advantages
-from draco_ray.adapters.tokens import sampled_runs
+from draco_ray.adapters.per_token_advantages import sampled_spans
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -219,7 +219,7 @@ def test_a_group_of_art_comes_back_scored() -> None:
 
 def runs_of(values: list[float], mask: list[float]) -> list[list[float]]:
     """The values of each run of sampled tokens."""
-    return [values[begin:end] for begin, end in sampled_runs(mask)]
+    return [values[begin:end] for begin, end in sampled_spans(mask)]
 
 
 def check_pushed(values: list[list[float]], session: int) -> None:

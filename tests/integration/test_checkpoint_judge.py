@@ -16,7 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Request
 from draco_ray.lab.analysis.checkpoint_judge import CheckpointJudge, checkpoints_before, open_checkpoints
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import Adapter, Message
 from draco_ray.runs.directory import RunDirectory
 from tests.support.judged_run import judged_run
@@ -49,7 +49,7 @@ async def test_each_step_is_asked_of_the_checkpoint_of_the_step_before(tmp_path:
     for version in (1, 2, 3):
         write_checkpoint(run, version)
     engine = Engine()
-    judge = CheckpointJudge(engine, RuleComplete(), checkpoints_before(run, [1, 2, 3]))
+    judge = CheckpointJudge(engine, RuleCompleter(), checkpoints_before(run, [1, 2, 3]))
     await judge.at(1)
     # The model alone acted in the first step; the last checkpoint has acted in none.
     assert engine.loaded == []

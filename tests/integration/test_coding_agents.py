@@ -21,7 +21,7 @@ import yaml
 from draco_ray.environments import program
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.program_agent import FOLDER, read_harness
-from tests.support.coding_agents import Workspaces, left, new_mark
+from tests.support.coding_agents import Workspaces, leftover_processes, new_mark
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler, call
 from tests.support.turns import AheadClock
 
@@ -126,7 +126,7 @@ async def test_a_rollout_is_cancelled_in_the_middle_of_a_request(tmp_path: Path,
     sample, asked = sampler.sample, asyncio.Event()
 
     async def hold_the_second(token_ids: list[int], **options: Any) -> Any:
-        if sampler.sampled and len(left(mark)) == 1:
+        if sampler.sampled and len(leftover_processes(mark)) == 1:
             sampler.hold = asyncio.Event()
             asked.set()
         return await sample(token_ids, **options)
@@ -138,8 +138,8 @@ async def test_a_rollout_is_cancelled_in_the_middle_of_a_request(tmp_path: Path,
     with pytest.raises(asyncio.CancelledError):
         await playing
     await sampler.cancelled.wait()
-    psutil.wait_procs(left(mark), timeout=600)
-    assert left(mark) == []
+    psutil.wait_procs(leftover_processes(mark), timeout=600)
+    assert leftover_processes(mark) == []
 
 
 @pytest.mark.parametrize("name", SHELL)
@@ -191,8 +191,8 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
     titles = sum(text == "A title" for _, _, text in turns(kept))
     assert (kept.ended, kept.usage.calls - titles, len(kept.steps)) == (EpisodeEnd.FINISHED, 2, 2)
     assert "FORGED" not in "".join(turn.text for turn in kept.turns)
-    psutil.wait_procs(left(mark), timeout=600)
-    assert left(mark) == []
+    psutil.wait_procs(leftover_processes(mark), timeout=600)
+    assert leftover_processes(mark) == []
 
 
 @pytest.mark.packages

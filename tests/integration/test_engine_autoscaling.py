@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.autoscaling import autoscaling_cluster, drive
+from tests.support.autoscaling import autoscaling_cluster, run_driver
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 def test_an_engine_that_goes_with_its_node_is_replaced_on_another(tmp_path: Path) -> None:
     """A head without room for an engine, and up to two nodes with room for one each."""
     with autoscaling_cluster(tmp_path, head={"CPU": 0}, node={"CPU": 1}, most=2) as environment:
-        seen = drive("tests.support.engine_autoscaling", environment)
+        seen = run_driver("tests.support.engine_autoscaling", environment)
     assert seen["up_at_start"] >= 1
     assert (seen["nodes"], seen["processes"], seen["proven"]) == (2, 2, [1.0, 1.0])
     assert (seen["elsewhere"], seen["synced_while_lost"]) == (True, True)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from draco_ray.engine.adapter_files import AdapterFiles
-from draco_ray.engine.vllm_engine import socket_environment
+from draco_ray.engine.vllm_engine import socket_env_vars
 from tests.support.tiny_model import build_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -93,8 +93,8 @@ def test_a_core_that_is_stopped_under_a_request_is_ended_and_its_front_end_with_
 def test_sockets_whose_paths_would_be_too_long_stay_where_vllm_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_RPC_BASE_PATH", raising=False)
     longest = Path("/", "d" * 69)
-    assert socket_environment(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
+    assert socket_env_vars(longest) == {"VLLM_RPC_BASE_PATH": str(longest)}
     assert len(f"{longest}/{uuid.uuid4()}") == 107
-    assert socket_environment(Path(f"{longest}d")) == {}
+    assert socket_env_vars(Path(f"{longest}d")) == {}
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/tmp")
-    assert socket_environment(Path("/d")) == {}
+    assert socket_env_vars(Path("/d")) == {}

@@ -20,7 +20,7 @@ SLOTS = {1: 0, 2: 1}
 def test_every_token_gets_its_own_adapters_share(adapters: list[int], dtype: torch.dtype) -> None:
     from vllm.lora.layers import LoRAMapping
 
-    from draco_ray.engine.cpu_lora import RunwiseLora
+    from draco_ray.engine.cpu_lora import SegmentedLora
 
     tokens, inputs, rank, slices = len(adapters), 5, 3, (4, 2)
     generator = torch.Generator().manual_seed(0)
@@ -39,7 +39,7 @@ def test_every_token_gets_its_own_adapters_share(adapters: list[int], dtype: tor
             row += torch.cat([x[token].float() @ a[i][slot, 0].T.float() @ b[i][slot, 0].T.float() for i in (0, 1)])
         rows.append(row)
 
-    lora = RunwiseLora(64, 8, "cpu")
+    lora = SegmentedLora(64, 8, "cpu")
     lora.update_metadata(LoRAMapping(tuple(adapters), tuple(adapters), is_prefill=True), [1, 2], 2, 100)
     lora.add_lora_linear(y, x, a, b, 1.0, slices)
     torch.testing.assert_close(y.float(), torch.stack(rows), atol=0.1 if dtype is torch.bfloat16 else 1e-5, rtol=1e-2)

@@ -17,7 +17,7 @@ import pytest_asyncio
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldBroken
-from tests.support.autoscaling import until
+from tests.support.autoscaling import poll_until
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -122,7 +122,7 @@ class TestEnds:
         )
         # The server reaps it at the next order.
         process = processes_of(opened)[-1]
-        await until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+        await poll_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
         with pytest.raises(EnvironmentCrashed, match=r"the task's process died \(status 7\)"):
             await opened.act("print('never')")
 
@@ -322,7 +322,7 @@ async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:
                 except BaseException:
                     pass
         json.dumps = json.loads = None
-        load("draco_ray.environments.appworld.engine", fromlist=["x"]).__dict__.clear()
+        load("draco_ray.environments.appworld.process_roles", fromlist=["x"]).__dict__.clear()
         """,
         "print(1)",
     )

@@ -19,7 +19,7 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import environment
+from draco_ray.environments.jail.confine import jail_env_vars
 from draco_ray.errors import EnvironmentCrashed
 from tests.conftest import LEVELS
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, processes_of
@@ -87,7 +87,7 @@ class TestWithinReach:
             """,
         )
         # bwrap adds one of its own.
-        assert output.splitlines()[0].replace("'PWD', ", "") == str(sorted(environment("", "", "")))
+        assert output.splitlines()[0].replace("'PWD', ", "") == str(sorted(jail_env_vars("", "", "")))
         assert SECRET not in output
         if hides_files(hostile) or f"user {os.getuid()}" not in output:
             assert f"environment of {os.getpid()} REFUSED" in output

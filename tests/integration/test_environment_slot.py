@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 
 from draco_ray.config.schema import AgentConfig, EnvironmentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.data_root import load_split
 from draco_ray.environments.appworld.slot import AppWorldSlot
@@ -28,7 +28,7 @@ from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.rollout.worker import evaluate
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
-from tests.support.reads_calls import ReadsCalls
+from tests.support.tool_call_reader import ToolCallReaderMixin
 from tests.support.worlds import Tasks, attack, check_next_task_runs_clean, play, processes_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -150,7 +150,7 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(root: 
         await seeing.close()
 
 
-class ScriptedSampler(ReadsCalls):
+class ScriptedSampler(ToolCallReaderMixin):
     """A stand-in for the policy: says one line a turn."""
 
     name = "scripted"
@@ -165,7 +165,7 @@ class ScriptedSampler(ReadsCalls):
 
 async def run_agent(slot: AppWorldSlot, *lines: str) -> Trajectory:
     config = AgentConfig(prompt=Path("prompts/agent_starter.txt"))
-    policy = TokenPolicy(ScriptedSampler(*lines), ChatTokens(chat_tokenizer(QWEN3), thinking=False), config)
+    policy = TokenPolicy(ScriptedSampler(*lines), ChatTokenizer(chat_tokenizer(QWEN3), thinking=False), config)
     agent = CodeAgent(policy, config, agent_template(config.prompt, ""))
     request = RolloutRequest(task_id=slot.task.task_id, group="step0/x", rollout=2, attempt=0, seed=1)
     return await agent.run(slot, request)

@@ -15,7 +15,7 @@ from draco_ray.lab.evaluation.policies import find_policy
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.records import Usage
 from tests.support.evaluations import a_result
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from tests.support.hosts import OUTSIDE, Host, Network, network
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.deployment,
-    pytest.mark.skipif(hosts.missing() is not None, reason=str(hosts.missing())),
+    pytest.mark.skipif(hosts.why_unavailable() is not None, reason=str(hosts.why_unavailable())),
 ]
 
 PORT = 6379
@@ -37,11 +37,11 @@ WRITER = """\
 import sys
 from pathlib import Path
 import pyarrow.fs
-from draco_ray.runs.remote import place
-from draco_ray.runs.remote.place import Place, readable, working
+from draco_ray.runs.remote import location
+from draco_ray.runs.remote.location import Place, readable, working
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import SmallRun, consistent
-place.INTERVAL_SECONDS = 0.1
+location.INTERVAL_SECONDS = 0.1
 server, region = f"http://{sys.argv[1]}", "us-east-1"
 pyarrow.fs.S3FileSystem(endpoint_override=server, region=region, allow_bucket_creation=True).create_dir("bucket")
 url = f"s3://bucket/run?endpoint_override={sys.argv[1]}&scheme=http&region={region}"
@@ -108,7 +108,7 @@ def test_a_driver_whose_link_to_the_head_is_slow_goes_on_and_one_whose_link_is_c
 def test_a_run_goes_on_while_its_store_cannot_be_reached_and_copies_all_of_it_afterwards(net: Network) -> None:
     writer = net.add("writer", {})
     with subprocess.Popen(
-        net.outside(sys.executable, "-m", "tests.support.outside", OUTSIDE),
+        net.outside(sys.executable, "-m", "tests.support.outside_servers", OUTSIDE),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import judge_autoscaling
-from tests.support.autoscaling import autoscaling_cluster, drive
+from tests.support.autoscaling import autoscaling_cluster, run_driver
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 def test_judge_nodes_come_with_the_calls_and_go(tmp_path: Path) -> None:
     """A head with one judge slot, and up to two nodes with two slots each."""
     with autoscaling_cluster(tmp_path, head={"CPU": 2, "judge": 1}, node={"CPU": 0, "judge": 2}, most=2) as environment:
-        seen = drive("tests.support.judge_autoscaling", environment, str(tmp_path))
+        seen = run_driver("tests.support.judge_autoscaling", environment, str(tmp_path))
     # The head's only slot is the worker's; the union's waits for a node and holds nobody up.
     assert (seen["judge_slots_at_first"], seen["up_at_first"]) == (1, 1)
     assert seen["merged"] == "union"

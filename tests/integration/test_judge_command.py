@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 import draco_ray
-from draco_ray.judging.reply_cache import read_book
+from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.canned_judge import answer
@@ -62,7 +62,7 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         # Requests whose reply, if one was on its way, nobody was there to take.
-        lost = len(read_book(out / "judge_cache").under_way)
+        lost = len(read_cost_ledger(out / "judge_cache").under_way)
         done = draco_here(*command(traces, out, server.base_url))
         assert done.returncode == 0, done.stderr
         counted = stats(server)
@@ -110,7 +110,7 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
         assert "budget: $" in short.stderr
         assert f"answers so far are kept in {out}; run the command with a larger --budget to continue" in short.stderr
         assert len(short.stderr.strip().splitlines()) == 1
-        assert 0 < read_book(out / "judge_cache").dollars <= 5
+        assert 0 < read_cost_ledger(out / "judge_cache").dollars <= 5
         whole = draco_here(*command(traces, out, server.base_url, "--budget", "900", *price))
         assert whole.returncode == 0, whole.stderr
         assert stats(server)["repeated"] == 0

@@ -16,7 +16,7 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
-from draco_ray.judging.actors import JudgeLimiterActor, requests_name
+from draco_ray.judging.actors import JudgeLimiterActor, request_number_prefix
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
@@ -24,7 +24,7 @@ from draco_ray.judging.limiter import LeaseRequest, RequestResult
 from draco_ray.judging.outage import NextAction
 from draco_ray.judging.phases import Score
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
 from draco_ray.records import Judged, Message, ScoredCriterion
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -405,7 +405,7 @@ async def test_a_kill_between_a_reply_and_the_archive_loses_no_dollar(run: RunDi
         assert archived(run) == []
 
         # Two replies were paid for; the third request was under way and may be billed.
-        book = read_book(run.judge_cache)
+        book = read_cost_ledger(run.judge_cache)
         assert sorted(book.settled.values()) == pytest.approx([0.4, 0.4])
         assert list(book.under_way.values()) == [1.0]
         judge, actor = client(server.base, JudgeLimits(dollars=2.9), run)
@@ -460,7 +460,7 @@ async def test_runs_that_share_a_folder_of_replies_have_books_of_their_own(run: 
         replayed = await judge(ask(0))
         assert replayed.requests == 0
         # Paid for by the first run: not on the second one's bill.
-        store = RunStoreActor(other.path, requests_name(config, other.path))
+        store = RunStoreActor(other.path, request_number_prefix(config, other.path))
         store.judged(1, TASKS[0], 0, Score.name, await phase_of(replayed))
         assert archived(other) == [(0.0, 0)]
         assert of(run)[1].limiter.spent == pytest.approx(0.4)

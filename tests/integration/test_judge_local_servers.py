@@ -16,9 +16,9 @@ import ray
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completion, Request
-from draco_ray.judging.limiter import Limiter, WaitingLine
+from draco_ray.judging.limiter import Limiter, LimiterQueue
 from draco_ray.judging.local.actor import start_judge_servers
-from draco_ray.judging.outage import Outage
+from draco_ray.judging.outage import JudgeHealth
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import start_ray
@@ -94,8 +94,8 @@ async def test_calls_of_a_server_that_is_killed_or_hangs_are_answered_by_another
     started = start_judge_servers(judge, tmp_path, "test")
     assert started is not None
     handle, servers = started
-    outage = Outage(max_seconds=600)
-    client = LiteLLMClient(judge, leases=WaitingLine(Limiter(judge.limits, outage=outage)), servers=servers)
+    outage = JudgeHealth(max_seconds=600)
+    client = LiteLLMClient(judge, leases=LimiterQueue(Limiter(judge.limits, outage=outage)), servers=servers)
     # Waits for a server, and is answered by it.
     await client.check()
     assert len(serving(judge)) == 1

@@ -18,7 +18,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
 from draco_ray.judging.actors import NamedActor, start_replies
 from draco_ray.judging.pool import PolicyJudge, judge_starter
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
 from draco_ray.rollout.worker import rollout_starter
 from draco_ray.training.cluster import start_ray
 
@@ -48,7 +48,7 @@ async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, 
     await client.put("other", {"text": "also"})
     await client.forget("other")
     assert await client.get("other") is None
-    book = read_book(tmp_path)
+    book = read_cost_ledger(tmp_path)
     assert (book.settled, book.under_way) == ({"one": 0.4}, {"two": 0.25})
     assert await ReplyCache(tmp_path).get("key") == {"text": "paid for"}
 

@@ -12,7 +12,7 @@ import yaml
 
 from draco_ray.cli import app
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.traces.mapping import Mapped
+from draco_ray.traces.mapping import FieldMapping
 from draco_ray.traces.readers import FORMATS
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
@@ -54,5 +54,5 @@ def test_it_names_every_format_and_key() -> None:
     table = PAGE.partition("## Formats")[2].partition("## ")[0]
     assert {*FORMATS, "run"} == set(re.findall(r"^\| `([a-z][a-z0-9-]*)` \|", table, re.MULTILINE))
     mapping, judges = map(yaml.safe_load, blocks("yaml"))
-    assert set(mapping) <= set(Mapped.model_fields)
+    assert set(mapping) <= set(FieldMapping.model_fields)
     assert JudgeConfig.model_validate(judges["judge"]).strong is not None

@@ -18,11 +18,11 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.limiter import LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import LeaseRequest, Limiter, LimiterQueue, RequestResult
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.records import Message, Paid
+from draco_ray.records import Message, OriginalCost
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 from tests.support.turns import AheadClock
 
@@ -42,7 +42,7 @@ class Naps:
         self.seconds.append(seconds)
 
 
-class Told(WaitingLine):
+class Told(LimiterQueue):
     """Leases of a limiter without limits; remembers what was asked for and how it ended."""
 
     def __init__(self) -> None:
@@ -415,7 +415,7 @@ async def test_a_replayed_reply_says_what_it_was_paid_with(tmp_path: Path) -> No
         paid, replayed = await client(ask()), await client(ask())
     assert paid.paid is None
     assert paid.dollars > 0
-    assert replayed.paid == Paid(
+    assert replayed.paid == OriginalCost(
         call_id=paid.call_id,
         requests=1,
         dollars=paid.dollars,

@@ -23,7 +23,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
 from draco_ray.records import Adapter, TrainingSample
 from draco_ray.training.cluster import start_ray
-from tests.support.autoscaling import until
+from tests.support.autoscaling import poll_until
 from tests.support.command import descendants
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
@@ -166,8 +166,8 @@ async def test_two_steps_on_two_workers_equal_one_process(
 
     # Interrupted while they wait for work: their place is free at once, and not when this job ends.
     await learner.stop(timeout=0)
-    await until(lambda: not worker_pids())
-    await until(lambda: ray.available_resources().get("CPU") == 2)
+    await poll_until(lambda: not worker_pids())
+    await poll_until(lambda: ray.available_resources().get("CPU") == 2)
     assert ray.available_resources().get("CPU") == 2
 
 

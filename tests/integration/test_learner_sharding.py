@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
 from draco_ray.learner.base import UpdateMetrics, over_workers
-from draco_ray.learner.context import context_group
+from draco_ray.learner.context_parallel import context_group
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
@@ -257,7 +257,7 @@ def run_sharing_rank(rank: int, directory: Path) -> None:
         LoraLearner(*settings(directory, "qwen3_5, checkpointed"), seed=0, context=four)
     found["refused"] = str(refused.value)
     for kind, name in ROWS:
-        double_learner.double(kind)
+        double_learner.use_double_precision(kind)
         found[f"{kind} {name}"] = in_double(directory, kind, name, shared=four, reduce=torch.distributed.all_reduce)
     (directory / f"sharing{rank}.pickle").write_bytes(pickle.dumps(found))
     torch.distributed.destroy_process_group()
@@ -386,7 +386,7 @@ def test_a_row_over_four_workers_is_the_whole_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Log-probs, sums and gradients; where nothing is weighed, against padded sequences in plain PEFT."""
-    double_learner.double(kind, monkeypatch.setattr)
+    double_learner.use_double_precision(kind, monkeypatch.setattr)
     alone, found = in_double(directory, kind, name), [rank[f"{kind} {name}"] for rank in sharing]
     logprobs, gradient = alone["logprobs"], alone["gradient"]
     case, changes = EXACT[name]

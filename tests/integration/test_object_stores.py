@@ -28,7 +28,7 @@ from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote import store
-from draco_ray.runs.remote.place import Place, readable, working
+from draco_ray.runs.remote.location import RunLocation, fetch_run_for_reading, open_working_folder
 from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as run_module
@@ -83,8 +83,8 @@ def gs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield f"gs://anonymous@bucket/{PREFIX}/{NAME}?endpoint_override=127.0.0.1:{port}&scheme=http"
 
 
-def place(options: str, name: str, local: Path) -> Place:
-    return Place(local / name, f"s3://bucket/{PREFIX}/{name}?{options}")
+def place(options: str, name: str, local: Path) -> RunLocation:
+    return RunLocation(local / name, f"s3://bucket/{PREFIX}/{name}?{options}")
 
 
 @pytest.mark.parametrize("cloud", ["s3", "gs"])
@@ -94,19 +94,19 @@ def test_a_run_is_copied_and_restored_with_names_as_they_are(
     url = (
         request.getfixturevalue("gs") if cloud == "gs" else place(request.getfixturevalue("s3")[0], NAME, tmp_path).url
     )
-    here, elsewhere = (Place(tmp_path / name / NAME, url) for name in ("here", "elsewhere"))
+    here, elsewhere = (RunLocation(tmp_path / name / NAME, url) for name in ("here", "elsewhere"))
     said: list[str] = []
-    with working(here, said.append, new=True) as path:
+    with open_working_folder(here, said.append, new=True) as path:
         run = SmallRun(path)
         for task in TASKS:
             run.piece(1, task)
         run.finish(1)
         (path / "weights").write_bytes(os.urandom(12 * LARGE))
-    with working(elsewhere, said.append) as path:
+    with open_working_folder(elsewhere, said.append) as path:
         assert consistent(path) == (len(TASKS), len(TASKS) * CALLS, [1])
         assert (path / "weights").read_bytes() == (here.local / "weights").read_bytes()
     assert here.url is not None
-    assert consistent(readable(here.url, checkpoints=True)) == consistent(here.local)
+    assert consistent(fetch_run_for_reading(here.url, checkpoints=True)) == consistent(here.local)
     assert not any(name for name in ObjectStore(here.url).names("claims"))
 
 
@@ -123,7 +123,7 @@ def test_a_store_that_fails_now_and_then_loses_nothing(s3: tuple[str, Faults], t
     options, faults = s3
     here, elsewhere = (place(options, fault, tmp_path / name) for name in ("here", "elsewhere"))
     said: list[str] = []
-    with working(here, said.append, new=True) as path:
+    with open_working_folder(here, said.append, new=True) as path:
         run = SmallRun(path)
         # More in a row than the client itself tries.
         faults.orders.extend([fault] * (1 if fault == "slow" else 5))
@@ -131,7 +131,7 @@ def test_a_store_that_fails_now_and_then_loses_nothing(s3: tuple[str, Faults], t
             run.piece(1, task)
         run.finish(1)
     faults.orders.extend([fault, "", fault])
-    with working(elsewhere, said.append) as path:
+    with open_working_folder(elsewhere, said.append) as path:
         assert consistent(path) == (len(TASKS), len(TASKS) * CALLS, [1])
     assert not faults.orders
     assert all("\n" not in line for line in said)
@@ -143,21 +143,21 @@ def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
 ) -> None:
     options, faults = s3
     here = place(options, "down", tmp_path / "here")
-    monkeypatch.setattr("draco_ray.runs.remote.place.END_SECONDS", 1.0)
+    monkeypatch.setattr("draco_ray.runs.remote.location.END_SECONDS", 1.0)
     said: list[str] = []
 
     def work() -> None:
-        with working(here, said.append, new=True) as path:
+        with open_working_folder(here, said.append, new=True) as path:
             SmallRun(path).piece(1, TASKS[0])
             faults.down = True
 
     with pytest.raises(StoreError, match="all files are in .*; to continue run draco train --resume "):
         work()
     faults.down = False
-    with working(here, said.append) as path:
+    with open_working_folder(here, said.append) as path:
         assert RunDirectory.open(path).table("judge_calls").num_rows == CALLS
     assert here.url is not None
-    assert RunDirectory.open(readable(here.url)).table("judge_calls").num_rows == CALLS
+    assert RunDirectory.open(fetch_run_for_reading(here.url)).table("judge_calls").num_rows == CALLS
 
 
 def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
@@ -224,8 +224,11 @@ def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3: tuple[str, Faults], tmp_path: Path) -> None:
-    missing = Place(tmp_path / "run", f"s3://no-such-bucket/run?{s3[0]}")
-    with pytest.raises((ConfigError, StoreError), match="no-such-bucket/run") as refusal, working(missing, print):
+    missing = RunLocation(tmp_path / "run", f"s3://no-such-bucket/run?{s3[0]}")
+    with (
+        pytest.raises((ConfigError, StoreError), match="no-such-bucket/run") as refusal,
+        open_working_folder(missing, print),
+    ):
         pass
     assert "\n" not in str(refusal.value)
 
@@ -237,11 +240,11 @@ def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Fault
         f"""
         import sys, time
         from pathlib import Path
-        from draco_ray.runs.remote import place
-        from draco_ray.runs.remote.place import Place, working
+        from draco_ray.runs.remote import location
+        from draco_ray.runs.remote.location import Place, working
         from tests.support.small_run import TASKS
         from tests.unit.test_remote_runs import SmallRun
-        place.INTERVAL_SECONDS, place.SHARE = 0.01, 1.0
+        location.INTERVAL_SECONDS, location.SHARE = 0.01, 1.0
         with working(Place(Path({str(here.local)!r}), {here.url!r}), print, new=True) as path:
             run = SmallRun(path)
             for step in range(1, 1000):
@@ -262,7 +265,7 @@ def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Fault
             while copies.names("manifests")[-1:] == before:
                 assert driver.poll() is None
         driver.send_signal(signal.SIGKILL)
-    with working(elsewhere, print) as path:
+    with open_working_folder(elsewhere, print) as path:
         run = RunDirectory.open(path)
         assert run.table("judge_calls").num_rows > 0
         # A step whose checkpoint is there and whose end is not goes on from its parts.

@@ -19,7 +19,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, Kind
-from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
+from draco_ray.observability.logs import set_log_context, start_run_log, stop_run_log
 from draco_ray.training.cluster import start_ray
 from draco_ray.training.progress import RunObserver
 from tests.support.observed_run import REPORT_SECONDS
@@ -108,7 +108,7 @@ def test_every_log_line_says_run_step_task_and_rollout(run_directory: Path) -> N
             self._both = asyncio.Barrier(2)
 
         async def work(self, group: str, rollout: int) -> None:
-            working_on(group, rollout)
+            set_log_context(group, rollout)
             # Until the other call runs too, in a context of its own.
             await self._both.wait()
             logging.getLogger("draco_ray.talker").info("worked on %s", group)

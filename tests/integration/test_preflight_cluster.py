@@ -22,7 +22,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
 from draco_ray.training import cluster, preflight
-from draco_ray.training.cluster import connect, wait_for_room
+from draco_ray.training.cluster import connect_ray, wait_for_room
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -85,7 +85,7 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     monkeypatch.setenv("DRACO_RUN_DIRECTORY", str(run))
     before = signal.getsignal(signal.SIGTERM)
-    assert connect(config)["judge"] == 4
+    assert connect_ray(config)["judge"] == 4
     # Ray's own would end this process with a stack trace.
     assert signal.getsignal(signal.SIGTERM) is before
     waits_while_another_holds_the_cpus(config)
@@ -114,7 +114,7 @@ def test_a_run_that_names_no_cluster_starts_its_own(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     before = signal.getsignal(signal.SIGTERM)
     alone = ["ray.object_store_mib=80", "ray.dashboard=false"]
-    connect(load_config("sandbox", [f"data.root={tmp_path}", *alone]))
+    connect_ray(load_config("sandbox", [f"data.root={tmp_path}", *alone]))
     assert signal.getsignal(signal.SIGTERM) is before
     assert ray.get_runtime_context().gcs_address != two_nodes.address
     assert len(ray.nodes()) == 1

@@ -21,7 +21,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from draco_ray.traces.load import groups_of
 from tests.support import small_run as small_run_module
-from tests.support.adapters import Canned
+from tests.support.adapters import CannedCompleter
 from tests.support.browser import NAMES, Browser, find_browser
 from tests.support.measured_run import HELD_OUT, judged_run
 from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run, write_group
@@ -731,7 +731,7 @@ def traces_page(tmp_path_factory: pytest.TempPathFactory) -> str:
         return {"id": f"{flight} {HOSTILE}", "task_id": "cheap" if flight != "UA2" else "other", "messages": said}
 
     groups = groups_of([chat("DL9"), chat("UA1"), chat("UA2")])
-    judge_sync(groups, "canned", complete=Canned(), out=folder / "judged")
+    judge_sync(groups, "canned", complete=CannedCompleter(), out=folder / "judged")
     write_report(RunDirectory.open(folder / "judged"), folder / "report.html")
     return (folder / "report.html").as_uri()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.autoscaling import autoscaling_cluster, drive
+from tests.support.autoscaling import autoscaling_cluster, run_driver
 from tests.support.rollout_autoscaling import ROLLOUTS, SLOTS
 
 # Longer than all that is waited for below on a machine that does other things: a test that hangs has a limit still.
@@ -17,7 +17,7 @@ def test_slots_and_their_nodes_come_with_the_rollouts_and_go(tmp_path: Path) -> 
     """A head with room for one worker, and up to two nodes with room for one each."""
     (folder := tmp_path / "rollouts").mkdir()
     with autoscaling_cluster(tmp_path, head={"CPU": 1}, node={"CPU": 1}, most=2) as environment:
-        seen = drive("tests.support.rollout_autoscaling", environment, str(folder))
+        seen = run_driver("tests.support.rollout_autoscaling", environment, str(folder))
     assert (seen["up_at_first"], seen["nodes_at_first"]) == (1, 0)
     assert (seen["most_up"], seen["waiting"], seen["nodes"]) == (SLOTS, ROLLOUTS - SLOTS, 2)
     # A node was lost under a rollout: another has come, and every rollout was played.

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from draco_ray.benchmarks.tau import server
-from draco_ray.benchmarks.tau.server import TauPolicy, served, served_policy
+from draco_ray.benchmarks.tau.server import TauPolicy, serve_policy, served_policy
 from draco_ray.config.schema import DracoConfig, LearnerConfig, ModelConfig
 from draco_ray.engine import openai_server
 from draco_ray.errors import TauBenchError
@@ -57,7 +57,7 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
     learner.save(tmp_path / "step00001")
     policy = served_policy("step00001", str(model), tmp_path / "step00001")
     log = tmp_path / "server.log"
-    with served(configure(model), policy, log, tmp_path, ["OPENAI_API_KEY"]) as endpoint:
+    with serve_policy(configure(model), policy, log, tmp_path, ["OPENAI_API_KEY"]) as endpoint:
         with client(endpoint.api_base, endpoint.key) as asking:
             names = asking.get("/v1/models")
         assert {each["id"]: each["parent"] for each in names.json()["data"]} == {"base": None, "policy": "base"}
@@ -94,7 +94,7 @@ def test_a_server_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pyt
     config = configure(model)
     with (
         pytest.raises(TauBenchError, match="vLLM's server ended with exit code 1; .*server.log") as refusal,
-        served(config, policy, tmp_path / "server.log", tmp_path, []),
+        serve_policy(config, policy, tmp_path / "server.log", tmp_path, []),
     ):
         pass
     assert "\n" not in str(refusal.value)

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
-from draco_ray.engine.tool_calls import ToolCall, ToolUse
+from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCall
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable, WorldBroken
@@ -355,7 +355,9 @@ class Scripted:
 
     async def sample(self) -> PolicyTurn:
         call = next(self._left, None)
-        return PolicyTurn(text="", cut=False, tool_use=None if call is None else ToolUse(text="", calls=(call,)))
+        return PolicyTurn(
+            text="", cut=False, tool_use=None if call is None else ParsedToolCalls(text="", calls=(call,))
+        )
 
     def keep(self, step: int) -> tuple[int, int]:
         return 0, 0

@@ -22,7 +22,7 @@ from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, World, make_environment
 from draco_ray.environments.tools import mcp_servers
 from draco_ray.environments.tools.environment import ToolsEnvironment
-from draco_ray.environments.tools.mcp_servers import McpSession, merged
+from draco_ray.environments.tools.mcp_servers import McpSession, merge_tool_schemas
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.process import CommandProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
@@ -286,7 +286,7 @@ async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
     with pytest.raises(
         ConfigError, match="tool note exists twice, in environment.options.tools and in MCP server desk"
     ):
-        merged([schema], {"desk": [schema]})
+        merge_tool_schemas([schema], {"desk": [schema]})
 
 
 async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,9 +16,9 @@ from draco_ray.commands.judge import _settle_unanswered
 from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.limiter import Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import Outage
-from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.judging.limiter import Leases, Limiter, LimiterQueue
+from draco_ray.judging.outage import JudgeHealth
+from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
 from draco_ray.records import Message
 from draco_ray.traces import batch, library
 from draco_ray.traces.batch import FILE, BatchClient, BatchEndpoint
@@ -151,23 +151,23 @@ async def test_requests_that_a_killed_process_left_are_booked_once(
         first = client(server, provider, tmp_path)
         first._endpoint.quiet_seconds = 3600.0
         await killed(asyncio.gather(*map(first, map(asked, texts))), lambda: len(first._endpoint._next) == 2)
-        assert read_book(tmp_path).under_way == {}, "the provider has never received them"
+        assert read_cost_ledger(tmp_path).under_way == {}, "the provider has never received them"
         second = client(server, provider, tmp_path)
         await killed(asyncio.gather(*map(second, map(asked, texts))), (tmp_path / FILE).is_file)
         server.held.clear()
-        book = read_book(tmp_path)
+        book = read_cost_ledger(tmp_path)
         assert len(book.under_way) == 2
         for batch in (True, False):
             _settle_unanswered(tmp_path, SimpleNamespace(batch=batch, release=False))  # type: ignore[arg-type]
             assert ("2 requests of an earlier process had no answer" in capsys.readouterr().out) is not batch
         _settle_unanswered(tmp_path, SimpleNamespace(batch=True, release=True))  # type: ignore[arg-type]
-        assert read_book(tmp_path) == book
+        assert read_cost_ledger(tmp_path) == book
         # There is not room for them twice.
         limiter = Limiter(JudgeLimits(dollars=1.1 * book.dollars), spent=book.dollars, booked=book.under_way)
-        third = client(server, provider, tmp_path, WaitingLine(limiter))
+        third = client(server, provider, tmp_path, LimiterQueue(limiter))
         found = await asyncio.gather(*map(third, map(asked, texts)))
     assert [each.text for each in found] == ["re: one", "re: two"]
-    settled = read_book(tmp_path)
+    settled = read_cost_ledger(tmp_path)
     assert (settled.under_way, settled.settled.keys()) == ({}, book.under_way.keys())
     assert [settled.dollars, limiter.spent] == pytest.approx([0.02, 0.02])
 
@@ -194,15 +194,15 @@ async def test_a_batch_that_could_not_be_asked_about_is_waited_for_again(tmp_pat
         raise httpx.ConnectError("away")
 
     with BatchServer(lambda prompt: f"re: {prompt}") as server:
-        patience = Outage(max_seconds=0.5, max_backoff_seconds=0.05)
-        first = client(server, "openai", tmp_path, WaitingLine(Limiter(JudgeLimits(), outage=patience)))
+        patience = JudgeHealth(max_seconds=0.5, max_backoff_seconds=0.05)
+        first = client(server, "openai", tmp_path, LimiterQueue(Limiter(JudgeLimits(), outage=patience)))
         first._endpoint._api.results = away  # type: ignore[method-assign]
         with pytest.raises(JudgeUnavailable, match="judge.max_outage_seconds=0.5"):
             await first(asked("one"))
         second = client(server, "openai", tmp_path)
         assert (await second(asked("one"))).text == "re: one"
         assert len(server.batches) == 1
-    assert read_book(tmp_path).dollars == pytest.approx(0.01)
+    assert read_cost_ledger(tmp_path).dollars == pytest.approx(0.01)
     assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
 
 
@@ -259,7 +259,7 @@ async def test_a_provider_that_cannot_be_reached_is_an_error_of_the_judge(provid
 
 
 async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def quick(settled: library.Plan) -> library.Meter:
+    def quick(settled: library.Plan) -> library.MeteredJudge:
         meter = open_judge(settled)
         endpoint = meter.complete.complete._endpoint  # type: ignore[union-attr]
         endpoint.poll_seconds = 0.02

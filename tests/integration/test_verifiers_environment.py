@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
 from draco_ray.environments.program import MARK
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
@@ -83,7 +83,7 @@ def playing(environment: Any, model: Path, seconds: float = 300) -> Player:
     """An agent of its own for an environment."""
     config = AgentConfig(thinking=False, timeout_seconds=seconds)
     sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
-    policy = TokenPolicy(sampler, ChatTokens(AutoTokenizer.from_pretrained(model), thinking=False), config)
+    policy = TokenPolicy(sampler, ChatTokenizer(AutoTokenizer.from_pretrained(model), thinking=False), config)
     return Player(environment, VerifiersAgent(policy, config, "{task_description}"), sampler)
 
 

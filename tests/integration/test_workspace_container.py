@@ -22,7 +22,7 @@ from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.temp_dirs import PrivateTempDir
 from tests.support import stand_in_engine
-from tests.support.coding_agents import Workspaces, left, new_mark
+from tests.support.coding_agents import Workspaces, leftover_processes, new_mark
 from tests.support.endpoint_episode import END, ScriptedSampler
 from tests.support.turns import AheadClock
 
@@ -87,7 +87,7 @@ async def test_an_agent_its_set_up_and_its_tests_run_in_the_container(tmp_path: 
     assert "+    return a + b" in at.kept["diff.patch"]
     assert at.verdict is not None
     assert at.verdict.success, at.verdict.failures
-    assert left(mark) == []
+    assert leftover_processes(mark) == []
 
 
 @pytest.mark.parametrize("how", ["limit", "cancelled", "disk"])
@@ -100,7 +100,7 @@ async def test_no_process_of_a_container_outlives_the_rollout(
     fill = "for n in 1 2 3 4; do head -c 9M /dev/zero > $n; done;" if how == "disk" else ""
     script = f"ask one; (setsid sleep {mark} &); {fill} exec sleep {mark}"
     playing = asyncio.create_task(play(at, script, engine))
-    while len(left(mark)) < (1 if how == "disk" else 2) and not playing.done():  # noqa: ASYNC110
+    while len(leftover_processes(mark)) < (1 if how == "disk" else 2) and not playing.done():  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     if how == "cancelled":
         playing.cancel()
@@ -114,8 +114,8 @@ async def test_no_process_of_a_container_outlives_the_rollout(
         assert ("agent.timeout_seconds=1200" if how == "limit" else "disk_mib=20") in str(played.error)
         assert len(played.steps) == 1
     # The kernel may still be ending them.
-    psutil.wait_procs(left(mark), timeout=600)
-    assert left(mark) == []
+    psutil.wait_procs(leftover_processes(mark), timeout=600)
+    assert leftover_processes(mark) == []
 
 
 PLAY = """
@@ -131,11 +131,11 @@ def test_a_container_ends_when_its_host_process_is_killed(tmp_path: Path, engine
     mark = new_mark()
     script = f"ask one; (setsid sleep {mark} &); exec sleep {mark}"
     with subprocess.Popen([sys.executable, "-c", PLAY, tmp_path, script, engine], cwd=ROOT) as playing:
-        while len(left(mark)) < 2 and playing.poll() is None:
+        while len(leftover_processes(mark)) < 2 and playing.poll() is None:
             time.sleep(0.1)
         playing.kill()
-    psutil.wait_procs(left(mark), timeout=600)
-    assert left(mark) == []
+    psutil.wait_procs(leftover_processes(mark), timeout=600)
+    assert leftover_processes(mark) == []
     assert playing.returncode < 0
 
 

@@ -146,7 +146,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
+def run_driver(module: str, environment: Mapping[str, str], *words: str) -> dict[str, Any]:
     """Run a driver in a process of its own, because Ray reads its authentication token once a process.
 
     Returns: the JSON object in its last line.
@@ -167,7 +167,7 @@ PATIENCE_SECONDS = 600.0
 """Time limit, in seconds, for everything that a driver waits for on a busy machine."""
 
 
-async def until(true: Callable[[], bool]) -> None:
+async def poll_until(true: Callable[[], bool]) -> None:
     """Poll until the condition holds or the time limit passes; the test then reports what is wrong."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not true() and time.monotonic() < deadline:  # noqa: ASYNC110
@@ -179,7 +179,7 @@ def added_nodes() -> set[str]:
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {FAKE_HEAD_NODE_ID}
 
 
-def ask_to_go(node: str) -> None:
+def preempt_node(node: str) -> None:
     """Tell Ray that a node will be preempted, as providers of spot nodes do."""
     gcs = ray._raylet.GcsClient(address=os.environ["RAY_ADDRESS"])  # type: ignore[attr-defined]  # Not in its stubs.
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")

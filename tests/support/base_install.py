@@ -15,7 +15,7 @@ from collections.abc import Sequence
 LEFT_OUT = frozenset({"accelerate", "matplotlib", "peft", "ray", "torch", "torchvision", "transformers", "vllm"})
 
 
-class Absent(importlib.abc.MetaPathFinder):
+class HidingFinder(importlib.abc.MetaPathFinder):
     """Import finder that hides the packages of the extras."""
 
     def find_spec(
@@ -32,5 +32,5 @@ def in_base_install(code: str) -> subprocess.CompletedProcess[str]:
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Absent())
+    sys.meta_path.insert(0, HidingFinder())
     exec(compile(sys.argv[1], "<code>", "exec"), {"__name__": "__main__"})

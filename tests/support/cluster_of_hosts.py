@@ -117,7 +117,7 @@ def cluster_of_hosts(folders: Mapping[str, Mapping[Path, Path]], logs: Path) -> 
     with network() as net, contextlib.ExitStack() as stack:
         outside = stack.enter_context(
             subprocess.Popen(
-                net.outside(sys.executable, "-m", "tests.support.outside", OUTSIDE),
+                net.outside(sys.executable, "-m", "tests.support.outside_servers", OUTSIDE),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

@@ -16,7 +16,7 @@ from draco_ray.records import Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import TokenPolicy
-from tests.support.endpoint_episode import CHAT, ScriptedSampler, check_books
+from tests.support.endpoint_episode import CHAT, ScriptedSampler, check_recorded_tokens
 
 
 def repository(folder: Path) -> Path:
@@ -37,7 +37,7 @@ def repository(folder: Path) -> Path:
     return folder
 
 
-def left(mark: str) -> list[psutil.Process]:
+def leftover_processes(mark: str) -> list[psutil.Process]:
     """Running processes with this word in their command line."""
     running = psutil.process_iter(["cmdline", "status"])
     return [each for each in running if mark in (each.info["cmdline"] or ()) and each.info["status"] != "zombie"]
@@ -89,7 +89,7 @@ class Workspaces:
         try:
             request = RolloutRequest(task_id=task, group="g", rollout=rollout, attempt=0, seed=1)
             played = await player.run(world, request)
-            check_books(played, sampler)
+            check_recorded_tokens(played, sampler)
             self.verdict = await world.evaluate()
             kept = self.folder / f"kept{rollout}"
             await world.keep(kept)

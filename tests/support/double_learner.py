@@ -17,7 +17,7 @@ from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.learner.context import Context
+from draco_ray.learner.context_parallel import ContextParallelGroup
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.loss import grpo_loss
 from draco_ray.records import TrainingSample
@@ -55,7 +55,7 @@ CASES: dict[str, list[tuple[int, list[int]]]] = {
 """Name -> for each group the prompt's tokens, and the tokens of each rollout after the prompt."""
 
 
-class Doubled:
+class DoubleTorch:
     """Replaces the module torch in a model's code: its float32 is float64."""
 
     float32 = torch.float64
@@ -64,9 +64,9 @@ class Doubled:
         return getattr(torch, name)
 
 
-def double(kind: str, setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
+def use_double_precision(kind: str, setattr_: Callable[[Any, str, Any], None] = setattr) -> None:
     """Make a kind of model compute its norms, gates and states in double precision, until `setattr_` is undone."""
-    setattr_(MODELS[kind][0], "torch", Doubled())
+    setattr_(MODELS[kind][0], "torch", DoubleTorch())
     setattr_(torch.Tensor, "float", torch.Tensor.double)
 
 
@@ -81,7 +81,7 @@ def learner_of(
     folder: Path,
     kind: str,
     *,
-    shared: Context | None = None,
+    shared: ContextParallelGroup | None = None,
     reduce: Callable[[Tensor], object] | None = None,
     **changes: Any,
 ) -> LoraLearner:

@@ -14,18 +14,18 @@ import httpx
 import openai
 
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.records import EpisodeEnd, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import Endpoint
 from draco_ray.rollout.tokens import TokenPolicy
-from tests.support.reads_calls import ReadsCalls
+from tests.support.tool_call_reader import ToolCallReaderMixin
 from tests.support.tool_templates import QWEN25, tool_tokenizer
 
 TOKENIZER = tool_tokenizer(QWEN25)
-CHAT = ChatTokens(TOKENIZER, thinking=False)
+CHAT = ChatTokenizer(TOKENIZER, thinking=False)
 TASK = Task(task_id="abc_1", instruction="Refund order A1.")
 REQUEST = RolloutRequest(task_id="abc_1", group="step1/abc_1", rollout=2, attempt=0, seed=5)
 END = "<|im_end|>"
@@ -49,7 +49,7 @@ def encoded(text: str) -> list[int]:
 
 
 @dataclass
-class ScriptedSampler(ReadsCalls):
+class ScriptedSampler(ToolCallReaderMixin):
     """A stand-in for the policy engine: says the next line of a script, or what a function makes of the prompt."""
 
     lines: list[str] | Callable[[str], str]
@@ -60,7 +60,7 @@ class ScriptedSampler(ReadsCalls):
     hold: asyncio.Event | None = None
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    chat: ChatTokens = CHAT
+    chat: ChatTokenizer = CHAT
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         index = len(self.asked)
@@ -82,7 +82,7 @@ class ScriptedSampler(ReadsCalls):
 
 
 @dataclass
-class Served:
+class ServedEpisode:
     """One episode while it is served."""
 
     episode: Episode
@@ -102,30 +102,30 @@ class Served:
             return await client.post(self.base_url + path, content=content, headers=headers)
 
     def trajectory(self) -> Trajectory:
-        """The rollout, after `check_books`."""
+        """The rollout, after `check_recorded_tokens`."""
         played = self.episode.trajectory(EpisodeEnd.FINISHED, None, prompt=(), closing="")
-        check_books(played, self.sampler)
+        check_recorded_tokens(played, self.sampler)
         return played
 
 
 @asynccontextmanager
-async def served(
-    lines: list[str] | Callable[[str], str], chat: ChatTokens = CHAT, **overrides: object
-) -> AsyncIterator[Served]:
+async def serve_episode(
+    lines: list[str] | Callable[[str], str], chat: ChatTokenizer = CHAT, **overrides: object
+) -> AsyncIterator[ServedEpisode]:
     """A served episode whose policy says ``lines``; ``overrides`` are of `AgentConfig`."""
     config = AgentConfig.model_validate({"thinking": False, **overrides})
     sampler, endpoint = ScriptedSampler(lines), Endpoint()
     episode = Episode(REQUEST, TokenPolicy(sampler, chat, config), config)
     try:
         async with endpoint.serving(episode) as base_url:
-            at = Served(episode, sampler, base_url, endpoint)
+            at = ServedEpisode(episode, sampler, base_url, endpoint)
             yield at
             await at.openai.close()
     finally:
         await endpoint.stop()
 
 
-def check_books(played: Trajectory, sampler: ScriptedSampler) -> None:
+def check_recorded_tokens(played: Trajectory, sampler: ScriptedSampler) -> None:
     """Check that every sample is recorded once, after exactly the tokens that the policy saw."""
     spoken = [turn for turn in played.turns if turn.role == "assistant"]
     assert sum(turn.last_token - turn.first_token for turn in spoken) == int(played.sampled_T.sum())

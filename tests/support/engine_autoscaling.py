@@ -18,8 +18,8 @@ from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import Sample
 from draco_ray.records import Adapter
-from draco_ray.training.cluster import connect
-from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, ask_to_go, lose_node, until
+from draco_ray.training.cluster import connect_ray
+from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, lose_node, poll_until, preempt_node
 
 RUN = "spot"
 LONG = 1_000_000
@@ -78,7 +78,7 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
 
     await fleet.start()
     seen: dict[str, Any] = {"up_at_start": fleet.workers.up}
-    await until(lambda: fleet.workers.up == 2)
+    await poll_until(lambda: fleet.workers.up == 2)
     seen["nodes"] = len(before := added_nodes())
     await fleet.load(ray.put(Adapter(version=1, config={}, tensors={})))
     seen["proven"] = await fleet.prove(canary)
@@ -87,18 +87,18 @@ async def lose_one(fleet: EngineFleet, clients: list[EngineClient]) -> dict[str,
     held = [asyncio.create_task(clients[0].sample([1], max_tokens=length)) for length in (LONG, LONG)]
     await asyncio.sleep(1)
     # From now on Ray reports that the actor died, not that it is unavailable.
-    ask_to_go(fleet._processes[0].node)
+    preempt_node(fleet._processes[0].node)
     lose_node(processes[0])
     # The held requests are sent to the other engine, which holds them, too; it answers a new request of this client.
     elsewhere = await clients[0].sample([1], max_tokens=1)
     seen["elsewhere"] = elsewhere.token_ids == [processes[1], 1]
-    await until(lambda: fleet.workers.up == 1)
+    await poll_until(lambda: fleet.workers.up == 1)
     asked.clear()
     async with asyncio.timeout(PATIENCE_SECONDS):
         await fleet.load(ray.put(Adapter(version=2, config={}, tensors={})))
         await fleet.prove(canary)
     seen["synced_while_lost"] = (await clients[1].sample([1], max_tokens=1)).token_ids == [processes[1], 2]
-    await until(lambda: fleet.workers.up == 2)
+    await poll_until(lambda: fleet.workers.up == 2)
     seen["another_node"] = len(added_nodes() - before)
     seen["canary_asked"] = asked
     actor.HOME_SECONDS = 0.0
@@ -122,7 +122,7 @@ def main() -> None:
             *("engine.max_failures=0", "environment.cpus_per_worker=0", "learner.cpus_per_worker=0"),
         ],
     )
-    connect(config.updated(algorithm={"reward": "outcome"}))
+    connect_ray(config.updated(algorithm={"reward": "outcome"}))
     actor.PolicyEngineActor = StandInEngineActor  # type: ignore[misc]
     engines = start_policy_engines(config.engine, config.model, max_model_len=100, lora_rank=8, seed=0, run_name=RUN)
     fleet = EngineFleet(engines, config.engine)

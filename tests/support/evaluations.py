@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan, RolloutResult
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Usage
 
 SCENARIOS = "abcdefgh"
@@ -22,7 +22,7 @@ def scenario_of(task_id: str) -> str:
     return task_id.rsplit("_", 1)[0]
 
 
-def a_plan(**changes: Any) -> Plan:
+def a_plan(**changes: Any) -> EvaluationPlan:
     """Eight scenarios of three tasks, three runs of one policy."""
     fields: Mapping[str, Any] = {
         "benchmark": "appworld",
@@ -35,7 +35,7 @@ def a_plan(**changes: Any) -> Plan:
         "world": "w",
         "settings": {"engine.temperature": 1.0},
     }
-    return Plan(**{**fields, **changes})
+    return EvaluationPlan(**{**fields, **changes})
 
 
 def a_result(task: str, run: int, success: bool, turns: int = 5, dollars: float | None = 0.25) -> RolloutResult:
@@ -55,7 +55,7 @@ def a_result(task: str, run: int, success: bool, turns: int = 5, dollars: float 
     return RolloutResult(evaluation=evaluation, usage=usage, seconds=1.0)
 
 
-def measurement(plan: Plan, seed: int, chance: float) -> list[RolloutResult]:
+def measurement(plan: EvaluationPlan, seed: int, chance: float) -> list[RolloutResult]:
     """Every rollout of a plan, some successful, a few lost."""
     random = np.random.default_rng(seed)
     return [
@@ -65,7 +65,7 @@ def measurement(plan: Plan, seed: int, chance: float) -> list[RolloutResult]:
     ]
 
 
-def write_evaluation(path: Path, plan: Plan, seed: int = 0, chance: float = 0.7) -> Path:
+def write_evaluation(path: Path, plan: EvaluationPlan, seed: int = 0, chance: float = 0.7) -> Path:
     """A finished evaluation directory."""
     directory = EvaluationDirectory.begin(path, plan)
     for number, name in enumerate(plan.measurements):

@@ -24,7 +24,7 @@ import triton.runtime.interpreter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.lab.planning.memory import saved_bytes
+from draco_ray.lab.planning.memory import saved_activation_bytes
 from draco_ray.lab.planning.model_shape import read_shape
 from draco_ray.learner import model
 from draco_ray.learner.lora_learner import LoraLearner
@@ -53,7 +53,7 @@ CONFIG = {
 }
 
 
-def interpretable() -> None:
+def patch_interpreter() -> None:
     """Supply what the interpreter lacks: timings of configurations, and loops that count in its own integers."""
     triton.runtime.autotuner.Autotuner._bench = lambda *_, **__: [0.0, 0.0, 0.0]
 
@@ -155,7 +155,7 @@ def main() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3_5_text", **CONFIG)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    interpretable()
+    patch_interpreter()
     asked: list[str] = []
     import fla.modules.causal_conv1d as convolutions
     from fla.ops.gated_delta_rule.chunk import ChunkGatedDeltaRuleFunction as Rule
@@ -178,8 +178,8 @@ def main() -> None:
                 "logprobs": float((found - expected).abs().max()),
                 "gradient": float((gradient - expected_gradient).abs().max() / expected_gradient.abs().max()),
                 "kept": kept_by_layer(learner, 1),
-                "planned": tokens * saved_bytes(shape, layer, 4, 1, kernels=True),
-                "planned_without": tokens * saved_bytes(shape, layer, 4, 1, kernels=False),
+                "planned": tokens * saved_activation_bytes(shape, layer, 4, 1, kernels=True),
+                "planned_without": tokens * saved_activation_bytes(shape, layer, 4, 1, kernels=False),
             }
         )
     )

@@ -27,7 +27,7 @@ from tests.support.small_run import a_trajectory, small_run
 TRIES = 10_000
 
 
-def refused(work: Callable[[int], Any]) -> str:
+def error_when_full(work: Callable[[int], Any]) -> str:
     """Repeat ``work`` until it fails; returns the error message."""
     try:
         for number in range(TRIES):
@@ -42,13 +42,13 @@ def main(folder: Path) -> None:
     run = small_run(folder / "run", steps=1)
     cache, store = ReplyCache(run.judge_cache), RunStoreActor(run.path)
     config = load_config("sandbox")
-    before = refused(
+    before = error_when_full(
         lambda number: _train(config, {}, TaskOrder(["t_1"], 1, 0), run, StartPoint(), Console(quiet=True))
     )
-    answers = refused(lambda number: asyncio.run(cache.put(str(number), {"text": os.urandom(2000).hex()})))
-    written = refused(lambda number: store.trajectory(2, a_trajectory(2, f"t{number}_1", 0)))
-    later = refused(lambda number: store.flush())
-    created = refused(lambda number: RunDirectory.create(folder / f"another-{number}", dump_config(config)))
+    answers = error_when_full(lambda number: asyncio.run(cache.put(str(number), {"text": os.urandom(2000).hex()})))
+    written = error_when_full(lambda number: store.trajectory(2, a_trajectory(2, f"t{number}_1", 0)))
+    later = error_when_full(lambda number: store.flush())
+    created = error_when_full(lambda number: RunDirectory.create(folder / f"another-{number}", dump_config(config)))
     start_run_log(run.path)
     logging.getLogger("draco_ray").warning("x" * 10_000)
     kept = run.table("trajectories", 1).num_rows

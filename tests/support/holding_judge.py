@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.responses import Response
 
-from draco_ray.sandbox.judge_server import Behaviour, JudgeApp
+from draco_ray.sandbox.judge_server import JudgeApp, JudgeServerOptions
 from draco_ray.sandbox.rule_judge.answering import answer
 
 
@@ -21,7 +21,7 @@ class HoldingJudge(JudgeApp):
     """Use as a context manager; ``base`` is the value for ``judge.api_base``."""
 
     def __init__(self) -> None:
-        super().__init__(Behaviour())
+        super().__init__(JudgeServerOptions())
         self.answered: Counter[str] = Counter()
         """Request -> number of replies to it."""
         self.answers_before_holding: int | None = None

@@ -180,7 +180,7 @@ def network(kept: Sequence[Path] = ()) -> Iterator[Network]:
 
 
 @cache
-def missing() -> str | None:
+def why_unavailable() -> str | None:
     """Why this machine cannot make hosts; None if it can."""
     for command in ("ip", "tc", "unshare", "nsenter", "mount"):
         if shutil.which(command) is None:

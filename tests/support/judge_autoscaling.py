@@ -21,8 +21,8 @@ from draco_ray.judging.pool import JudgePool, judge_starter
 from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
-from draco_ray.training.cluster import connect
-from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, until
+from draco_ray.training.cluster import connect_ray
+from tests.support.autoscaling import PATIENCE_SECONDS, added_nodes, poll_until
 
 ASKERS = 20
 """Concurrent calls: more than all workers together take."""
@@ -41,7 +41,7 @@ async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     seen: dict[str, Any] = {"up_at_first": pool.workers.up, **await with_more_calls_than_room(pool)}
     seen |= await with_a_silent_worker(pool)
     pool.workers._idle_seconds = IDLE_SECONDS
-    await until(lambda: pool.workers.up == 1 and len(added_nodes()) == 1)
+    await poll_until(lambda: pool.workers.up == 1 and len(added_nodes()) == 1)
     pool.close()
     return seen | {"up_at_last": pool.workers.up, "nodes_at_last": len(added_nodes())}
 
@@ -59,7 +59,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
     asking = [asyncio.create_task(keep_asking()) for _ in range(ASKERS)]
     merging = asyncio.create_task(merge(pool))
     places = pool.workers.pooled
-    await until(lambda: pool.workers.up == MOST and all(place.calls for place in places))
+    await poll_until(lambda: pool.workers.up == MOST and all(place.calls for place in places))
     most, nodes, busy = pool.workers.up, added_nodes(), [place for place in places if place.calls]
     enough.set()
     await asyncio.gather(*asking)
@@ -85,13 +85,13 @@ async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     place = pool.workers.pooled[0]
     process = await place.worker.__ray_call__.remote(_process_id)
     calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]
-    await until(lambda: place.calls == 2)
+    await poll_until(lambda: place.calls == 2)
     held = place.calls
     os.kill(process, signal.SIGSTOP)
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             answered = await asyncio.gather(*calls)
-        await until(lambda: pool.workers.up == MOST)
+        await poll_until(lambda: pool.workers.up == MOST)
     finally:
         # The worker is gone by now, unless something is wrong.
         with contextlib.suppress(ProcessLookupError):
@@ -126,7 +126,7 @@ async def ask(pool: JudgePool, number: int) -> Judgement:
 def main(folder: Path) -> None:
     """Prints one JSON object; ``folder`` takes the reply cache."""
     # One slot is too little for three actors, but the autoscaler adds more.
-    resources = connect(load_config("sandbox", ["environment.slots=1", "judge.workers=2"]))
+    resources = connect_ray(load_config("sandbox", ["environment.slots=1", "judge.workers=2"]))
     with JudgeServer(latency=LATENCY) as server:
         config = JudgeConfig(
             model=f"openai/{MODEL_NAME}",

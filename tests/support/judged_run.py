@@ -10,7 +10,7 @@ from draco_ray.config.schema import RULES, JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import Judged
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -30,7 +30,7 @@ STEPS: dict[int, tuple[tuple[Fault, ...], ...]] = {
 async def judged_run(path: Path) -> RunDirectory:
     """Two training steps on one task, two rollouts each, judged by the rule judge; the second step prints a secret."""
     store = RunStore(RunDirectory.create(path, "judge: {rule_judge: {start: true}}\n"))
-    judge = Judge(RuleComplete(), load_prompts(CONFIG.prompts), CONFIG)
+    judge = Judge(RuleCompleter(), load_prompts(CONFIG.prompts), CONFIG)
     for step, faults in STEPS.items():
         context = CallContext(group=f"step{step}/{TASK}", task_id=TASK)
         played = [

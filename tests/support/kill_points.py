@@ -30,7 +30,7 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Stage1
-from draco_ray.judging.reply_cache import read_book
+from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.records import Message
 from draco_ray.runs import directory as parts
 from draco_ray.runs import store
@@ -95,7 +95,7 @@ def judge_all(folder: Path, cache: Path | None = None) -> None:
     kept.gather(1)
 
 
-def traced(seen: Callable[[Line], None]) -> None:
+def trace_lines(seen: Callable[[Line], None]) -> None:
     """From now on call ``seen`` with every line of the modules in `KEEPING` that runs, in any thread."""
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -114,7 +114,7 @@ def lines_of(folder: Path) -> Counter[Line]:
     counts: Counter[Line] = Counter()
 
     def judge_and_tell() -> None:
-        traced(lambda line: counts.update([line]))
+        trace_lines(lambda line: counts.update([line]))
         judge_all(folder)
         sys.settrace(None)
         (folder / "lines").write_text(json.dumps([[*line, times] for line, times in counts.items()]), encoding="utf-8")
@@ -134,7 +134,7 @@ def killed_at(folder: Path, wanted: Line, time: int) -> None:
         if left == 0:
             os._exit(KILLED)
 
-    traced(end)
+    trace_lines(end)
     judge_all(folder)
 
 
@@ -155,9 +155,9 @@ def _paid(folder: Path) -> list[float]:
     return [float(line) for line in ledger.read_text(encoding="utf-8").splitlines()] if ledger.exists() else []
 
 
-def found(folder: Path) -> dict[str, Sequence[float]]:
+def read_accounts(folder: Path) -> dict[str, Sequence[float]]:
     """The amounts that were paid, booked and archived."""
-    book = read_book(folder / "run/judge_cache")
+    book = read_cost_ledger(folder / "run/judge_cache")
     archive = RunDirectory(folder / "run").table("judge_calls", 1)
     assert len(set(archive.column("call_id").to_pylist())) == archive.num_rows
     return {
@@ -184,8 +184,10 @@ def side_by_side(folders: Sequence[Path]) -> None:
     assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
     assert forked(partial(judge_all, folders[2], cache)) == 0
     paid = [_paid(folder) for folder in folders]
-    settled = sorted(read_book(cache).settled.values())
-    print(json.dumps({"paid": paid, "settled": settled, "under_way": len(read_book(cache).under_way)}), flush=True)
+    settled = sorted(read_cost_ledger(cache).settled.values())
+    print(
+        json.dumps({"paid": paid, "settled": settled, "under_way": len(read_cost_ledger(cache).under_way)}), flush=True
+    )
 
 
 def main() -> None:
@@ -210,7 +212,7 @@ def main() -> None:
             raise RuntimeError(f"it was to be killed at {line} and ended with {killed}")
         if (ended := forked(partial(judge_all, tried))) != 0:
             raise RuntimeError(f"killed at {line} it could not be resumed: {ended}")
-        print(json.dumps({"line": line, "killed": killed == KILLED, **found(tried)}), flush=True)
+        print(json.dumps({"line": line, "killed": killed == KILLED, **read_accounts(tried)}), flush=True)
         shutil.rmtree(tried)
 
 

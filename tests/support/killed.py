@@ -10,7 +10,7 @@ from contextlib import contextmanager
 CHANGES = frozenset({"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate"})
 
 
-class Killed(BaseException):
+class SimulatedKill(BaseException):
     """Stands for SIGKILL: no handler of errors catches it."""
 
 
@@ -33,12 +33,12 @@ def _hook(event: str, arguments: tuple[object, ...]) -> None:
         return
     _countdown.seen += 1
     if _countdown.seen > _countdown.left:
-        raise Killed
+        raise SimulatedKill
 
 
 @contextmanager
-def killed_after(changes: int) -> Iterator[None]:
-    """Let this many changes of files happen in the block; at the next, `Killed` is raised in its place."""
+def kill_after_changes(changes: int) -> Iterator[None]:
+    """Let this many changes of files happen in the block; at the next, `SimulatedKill` is raised in its place."""
     if not getattr(_hook, "installed", False):
         sys.addaudithook(_hook)
         _hook.installed = True  # type: ignore[attr-defined]

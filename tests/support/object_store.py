@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from draco_ray.runs.remote.store import ObjectStore
-from tests.support.killed import Killed
+from tests.support.killed import SimulatedKill
 
 
 class MemoryStore(ObjectStore):
@@ -55,10 +55,10 @@ class MemoryStore(ObjectStore):
         self.changes += 1
         dies = self.left is not None and self.changes > self.left // 2
         if dies and self.left is not None and self.left % 2 == 0:
-            raise Killed
+            raise SimulatedKill
         yield
         if dies:
-            raise Killed
+            raise SimulatedKill
 
 
 class Faults:

@@ -78,7 +78,7 @@ def scraped() -> dict[str, float]:
     return {series: float(value) for series, value in lines}
 
 
-async def seen() -> dict[str, float]:
+async def wait_for_metrics() -> dict[str, float]:
     """The scraped metrics once all of the catalogue are there, or at the time limit."""
     wanted = {metric.series[0] for metric in CATALOGUE}
     deadline = time.monotonic() + SEEN_SECONDS
@@ -89,7 +89,7 @@ async def seen() -> dict[str, float]:
         await asyncio.sleep(0.5)
 
 
-async def watched(run: Path) -> dict[str, dict[str, float]]:
+async def observe_run(run: Path) -> dict[str, dict[str, float]]:
     """The scraped metrics after a step, and after `IDLE_SECONDS` without any event."""
     # Shorter than Ray's interval by the same factor as in a run.
     progress.SAMPLE_SECONDS = REPORT_SECONDS / 5
@@ -105,9 +105,9 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
     line = dict.fromkeys(STEP_GAUGES, 0.5) | {"step": 3, "kl": None, "judge": {"score": {"dollars": 0.5}}}
     watcher.step(line)
     watcher.step(line | {"kl": 0.25})
-    first = await seen()
+    first = await wait_for_metrics()
     await asyncio.sleep(IDLE_SECONDS)
-    later = await seen()
+    later = await wait_for_metrics()
     for task in watching:
         task.cancel()
     watcher.close()
@@ -116,4 +116,4 @@ async def watched(run: Path) -> dict[str, dict[str, float]]:
 
 if __name__ == "__main__":
     start_ray(num_cpus=1, include_dashboard=False, object_store_memory=100 << 20)
-    print(json.dumps(asyncio.run(watched(Path(sys.argv[1])))))
+    print(json.dumps(asyncio.run(observe_run(Path(sys.argv[1])))))

@@ -19,9 +19,9 @@ from draco_ray.records import Message, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.worker import rollout_starter
-from draco_ray.training.cluster import connect
+from draco_ray.training.cluster import connect_ray
 from draco_ray.workers.elastic import fixed_workers
-from tests.support.autoscaling import added_nodes, lose_node, until
+from tests.support.autoscaling import added_nodes, lose_node, poll_until
 from tests.support.small_run import a_trajectory
 
 ROLLOUTS, SLOTS = 6, 3
@@ -83,12 +83,12 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
         seen.update({f"up_{when}": workers.elastic.up, f"nodes_{when}": len(added_nodes())})
         return (seen[f"up_{when}"], seen[f"nodes_{when}"]) == (1, 0)
 
-    await until(lambda: alone("at_first"))
+    await poll_until(lambda: alone("at_first"))
     playing = [
         asyncio.create_task(pool.run("t_1", "step1/t_1", rollout, step=1, priority=rollout))
         for rollout in range(ROLLOUTS)
     ]
-    await until(lambda: len(list(folder.glob("*.0"))) == SLOTS)
+    await poll_until(lambda: len(list(folder.glob("*.0"))) == SLOTS)
     seen |= {
         "most_up": workers.elastic.up,
         "waiting": pool.workers.elastic.waiting,
@@ -97,19 +97,19 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
     # The last worker is on an added node; a new worker plays its rollout again.
     process = int((folder / f"{SLOTS - 1}.0").read_text())
     lose_node(process)
-    await until(lambda: workers.elastic.up == SLOTS - 1)
-    await until(lambda: workers.elastic.up == SLOTS)
+    await poll_until(lambda: workers.elastic.up == SLOTS - 1)
+    await poll_until(lambda: workers.elastic.up == SLOTS)
     seen["another_node"] = len(added_nodes() - before)
     (folder / "go").touch()
     played = await asyncio.gather(*playing)
     seen["rollouts"] = sorted(each.member.rollout for each in played if each.member is not None)
     seen["most_attempts"] = max(each.attempts for each in played)
     workers.elastic._idle_seconds = IDLE_SECONDS
-    await until(lambda: alone("at_last"))
+    await poll_until(lambda: alone("at_last"))
     await workers.stop()
     # Like the workers of a later evaluation, which have the same names as those of an earlier one.
     again.open()
-    await until(lambda: again.elastic.up == 1)
+    await poll_until(lambda: again.elastic.up == 1)
     await again.stop()
     return seen | {"up_again": again.elastic.up}
 
@@ -127,7 +127,7 @@ def main(folder: Path) -> None:
             *("engine.cpus_per_engine=0", "learner.cpus_per_worker=0"),
         ],
     )
-    connect(config.updated(algorithm={"reward": "outcome"}))
+    connect_ray(config.updated(algorithm={"reward": "outcome"}))
     start = rollout_starter(
         lambda agent: [folder / "go"],  # type: ignore[list-item]
         agent=config.agent,

@@ -108,7 +108,7 @@ def output_of(code: str) -> str:
     return "\n".join(texts) + "\n"
 
 
-async def judged(
+async def judge_in_phases(
     trajectories: Sequence[Trajectory], judge: Judge
 ) -> tuple[list[Criterion], list[tuple[ScoredCriterion, ...]], list[tuple[Attribution, ...]]]:
     """A group's rubric, verdicts and citations, by all five phases."""

@@ -22,7 +22,7 @@ from tests.support.tiny_model import build_tiny_model
 PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 500, 140)]
 
 
-def moved(learner: LoraLearner, version: int) -> None:
+def perturb_adapter(learner: LoraLearner, version: int) -> None:
     """Perturb the learner's adapter at random."""
     generator = torch.Generator().manual_seed(version)
     tensors = {
@@ -54,7 +54,7 @@ async def played(folder: Path) -> dict[str, Any]:
         draws = await asyncio.gather(*(engine.sample(PROMPT, max_tokens=8, seed=seed) for seed in (1, 1, 2)))
         found["draws"] = [list(draw.token_ids) for draw in draws]
         for version in (1, 2):
-            moved(learner, version)
+            perturb_adapter(learner, version)
             await engine.load_adapter(learner.adapter(version))
             reading = await run_canary(engine, [probe_of(learner, PROMPT)], version=version, moved=True, tolerance=1e-3)
             assert reading.live
@@ -66,7 +66,7 @@ async def played(folder: Path) -> dict[str, Any]:
             whole = PROMPT + sample.token_ids + later.token_ids
             expected = learner.token_logprobs(whole)[len(PROMPT) :]
             found["gaps"].append(float(np.abs(np.array([*sample.logprobs, *later.logprobs]) - expected).max()))
-        moved(learner, 3)
+        perturb_adapter(learner, 3)
         try:
             await run_canary(engine, [probe_of(learner, PROMPT)], version=3, moved=True, tolerance=1e-3)
         except CanaryFailed as error:

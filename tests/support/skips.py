@@ -17,7 +17,7 @@ def allowed_skips(path: Path = ALLOWED) -> list[tuple[str, str]]:
     return [(each[0], each[1]) for each in words]
 
 
-class SkipsAreSaid:
+class SkipReporter:
     """Prints every skip at the end of a session; one that is not allowed fails it. Reports of xdist's workers count."""
 
     def __init__(self, allowed: list[tuple[str, str]]) -> None:
@@ -59,4 +59,4 @@ def register(config: pytest.Config, allowed: Path = ALLOWED) -> None:
     """Watch this session's skips if the environment's ``CI`` is set; xdist's workers report to their controller."""
     if os.environ.get("CI", "").lower() in ("", "0", "false") or hasattr(config, "workerinput"):
         return
-    config.pluginmanager.register(SkipsAreSaid(allowed_skips(allowed)), "skips-are-said")
+    config.pluginmanager.register(SkipReporter(allowed_skips(allowed)), "skips-are-said")

@@ -34,7 +34,7 @@ engine: {gpus_per_engine: 2}
 """
 
 
-def alone(sampled: int, read: int) -> float:
+def idle_turn_seconds(sampled: int, read: int) -> float:
     """Duration of a turn on an otherwise idle engine, in seconds."""
     return PER_TURN + PER_SAMPLED * sampled + PER_READ * read
 
@@ -66,7 +66,11 @@ def _sampled(step: int) -> tuple[int, int, int, int]:
 
 def _lengths(step: int) -> tuple[tuple[float, float], float, float]:
     a, b, c, d = _sampled(step)
-    return (alone(a, PROMPT), alone(b, OBSERVATION)), alone(c, PROMPT), alone(d, PROMPT)
+    return (
+        (idle_turn_seconds(a, PROMPT), idle_turn_seconds(b, OBSERVATION)),
+        idle_turn_seconds(c, PROMPT),
+        idle_turn_seconds(d, PROMPT),
+    )
 
 
 def _tokens(step: int, group: int) -> int:

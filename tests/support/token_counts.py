@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from draco_ray.judging.tokens import quiet_litellm
+from draco_ray.judging.tokens import import_litellm_quietly
 
 
 @functools.cache
 def _encoding() -> Any:
-    quiet_litellm()
+    import_litellm_quietly()
     import tiktoken
     from litellm.litellm_core_utils import default_encoding  # noqa: F401 (sets the folder of the tokenizer)
 

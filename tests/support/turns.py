@@ -14,13 +14,13 @@ AnswerT = TypeVar("AnswerT")
 TURNS = 2000
 
 
-async def turns(number: int) -> None:
+async def yield_turns(number: int) -> None:
     """Yield to other tasks for this number of turns."""
     for _ in range(number):
         await asyncio.sleep(0)
 
 
-async def until(true: Callable[..., object]) -> None:
+async def yield_until(true: Callable[..., object]) -> None:
     """Yield to other tasks until a condition holds."""
     for _ in range(TURNS):
         if true():
@@ -33,7 +33,7 @@ async def outcome(call: Awaitable[AnswerT]) -> AnswerT:
     """The result or exception of a call that needs at most `TURNS`."""
     task = asyncio.ensure_future(call)
     try:
-        await until(task.done)
+        await yield_until(task.done)
         return task.result()
     finally:
         task.cancel()
@@ -66,4 +66,4 @@ class LoopClock:
     async def pass_(self, seconds: float) -> None:
         """Advance the clock by this many seconds, and run what follows."""
         self.now += seconds
-        await turns(50)
+        await yield_turns(50)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draco_ray.algorithm.group import Uncalled, group_advantages
+from draco_ray.algorithm.group import CreditSkipReason, group_advantages
 from draco_ray.algorithm.rules import RULES, AdvantageRule, find_rule
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
@@ -20,7 +20,7 @@ PASS, FAIL = Verdict.PASS, Verdict.FAIL
 CITED = (
     (Attribution(criterion=0, verdict=PASS, steps=(1,)), Attribution(criterion=1, verdict=PASS, steps=(2,))),
     (Attribution(criterion=0, verdict=PASS, steps=(1,)), Attribution(criterion=1, verdict=FAIL, steps=(2,))),
-    Uncalled.UNANIMOUS,
+    CreditSkipReason.UNANIMOUS,
 )
 TOKENS = [np.array([2, 4])] * 3
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draco_ray.config.schema import AgentConfig, Price
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, WorldBroken
@@ -19,10 +19,10 @@ from draco_ray.rollout.agent import RolloutRequest, agent_template
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
-from tests.support.reads_calls import ReadsCalls
+from tests.support.tool_call_reader import ToolCallReaderMixin
 
 TOKENIZER = chat_tokenizer(QWEN3)
-CHAT = ChatTokens(TOKENIZER, thinking=True)
+CHAT = ChatTokenizer(TOKENIZER, thinking=True)
 END = "<|im_end|>"
 TASK = Task(
     task_id="abc_1",
@@ -37,13 +37,13 @@ TASK = Task(
 
 
 @dataclass
-class ScriptedSampler(ReadsCalls):
+class ScriptedSampler(ToolCallReaderMixin):
     """A stand-in for the policy engine: says the next line of a script, cut at ``max_tokens`` like a real one."""
 
     lines: list[str]
     name: str = "scripted"
     asked: list[tuple[list[int], int, int | None]] = field(default_factory=list)
-    chat: ChatTokens = CHAT
+    chat: ChatTokenizer = CHAT
 
     async def sample(self, token_ids: list[int], *, max_tokens: int, seed: int | None = None) -> Sample:
         line = self.lines[len(self.asked)]
@@ -76,12 +76,12 @@ class ScriptedWorld:
         return
 
 
-def agent(sampler: ScriptedSampler, chat: ChatTokens, config: AgentConfig) -> CodeAgent:
+def agent(sampler: ScriptedSampler, chat: ChatTokenizer, config: AgentConfig) -> CodeAgent:
     return CodeAgent(TokenPolicy(sampler, chat, config), config, agent_template(config.prompt, ""))
 
 
 async def play(
-    lines: list[str], outputs: list[str | EnvironmentCrashed], *, chat: ChatTokens = CHAT, **overrides: int
+    lines: list[str], outputs: list[str | EnvironmentCrashed], *, chat: ChatTokenizer = CHAT, **overrides: int
 ) -> tuple[Trajectory, ScriptedSampler, ScriptedWorld]:
     sampler, world = ScriptedSampler(lines), ScriptedWorld(outputs)
     config = AgentConfig(prompt=Path("prompts/agent_starter.txt"), **overrides)
@@ -232,7 +232,7 @@ async def test_an_output_cannot_speak_for_the_user() -> None:
 
 
 async def test_a_template_that_opens_the_reasoning_is_understood() -> None:
-    chat = ChatTokens(chat_tokenizer(QWEN35), thinking=True)
+    chat = ChatTokenizer(chat_tokenizer(QWEN35), thinking=True)
     trajectory, _, world = await play(
         [f"maybe <code>no</code></think><code>yes</code>{END}", f"enough</think>Done.{END}"], ["ok"], chat=chat
     )

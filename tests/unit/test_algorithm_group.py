@@ -23,7 +23,12 @@ from draco_ray.algorithm.equations import (
     surviving_criteria,
     unanimous_attributions,
 )
-from draco_ray.algorithm.group import Uncalled, group_advantages, group_advantages_from_rewards, training_samples
+from draco_ray.algorithm.group import (
+    CreditSkipReason,
+    group_advantages,
+    group_advantages_from_rewards,
+    training_samples,
+)
 from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
 
@@ -288,9 +293,9 @@ def without_steps(rollout: int) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("attributed", [(), None, Uncalled.UNANIMOUS])
+@pytest.mark.parametrize("attributed", [(), None, CreditSkipReason.UNANIMOUS])
 def test_a_rollout_without_a_step_takes_the_advantage_on_all_it_sampled(
-    attributed: tuple[Attribution, ...] | Uncalled | None,
+    attributed: tuple[Attribution, ...] | CreditSkipReason | None,
 ) -> None:
     played, idle = trajectory(), without_steps(5)
     cited = [[Attribution(criterion=0, verdict=Verdict.PASS, steps=(1,))], attributed]

@@ -15,7 +15,7 @@ from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, judge_config
+from draco_ray.lab.analysis.judges import NamedJudge, RuleCompleter, judge_config
 from draco_ray.lab.analysis.replay import (
     PHASES,
     REPLAYED,
@@ -170,7 +170,7 @@ def test_what_a_strong_judge_was_asked_about_some_criteria_is_not_sent(tmp_path:
 
 
 async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) -> None:
-    rows = (await replay(run, RuleComplete(), archived_calls(run, None, PHASES), "rules")).to_pylist()
+    rows = (await replay(run, RuleCompleter(), archived_calls(run, None, PHASES), "rules")).to_pylist()
     table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED)
     overall = {row["phase"]: row for row in agreement_table(table).to_pylist() if row["training_step"] is None}
     # Twice the same group: no spread between groups is seen, which is no proof that there is none.

@@ -9,11 +9,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.algorithm.equations import STD_EPSILON
-from draco_ray.algorithm.group import Uncalled, group_advantages
+from draco_ray.algorithm.group import CreditSkipReason, group_advantages
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
-from draco_ray.lab.analysis.rules import replay_rules, replayed
+from draco_ray.lab.analysis.rules import apply_rule, replay_rules
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
 from draco_ray.runs import rows
@@ -91,31 +91,31 @@ def test_a_runs_own_epsilon_is_that_of_the_rules(tmp_path: Path) -> None:
 
 
 def test_without_dropout_a_criterion_all_pass_lifts_every_reward(group: RecordedGroup) -> None:
-    rewards = [share.reward for share in replayed(group, "no_dropout").rollouts]
+    rewards = [share.reward for share in apply_rule(group, "no_dropout").rollouts]
     assert rewards == pytest.approx([1 / 3, -1 / 3, 1 / 3, 0.0])
     assert group.reward_G.tolist() == [0.0, -1.0, 0.0, -1.0]
 
 
 def test_a_criterion_all_fail_survives_unless_both_verdicts_are_asked_for(group: RecordedGroup) -> None:
-    mixed = replayed(group, "mixed_only")
+    mixed = apply_rule(group, "mixed_only")
     assert mixed.surviving_K.tolist() == [False, True, False]
     assert [share.reward for share in mixed.rollouts] == [1.0, -1.0, 1.0, 0.0]
 
 
 def test_no_std_keeps_the_scale_of_rewards(group: RecordedGroup) -> None:
-    shares = replayed(group, "no_std").rollouts
+    shares = apply_rule(group, "no_std").rollouts
     assert [share.advantage for share in shares] == [0.5, -0.5, 0.5, -0.5]
 
 
 def test_no_credit_pushes_every_step_alike(group: RecordedGroup) -> None:
-    for share in replayed(group, "grpo").rollouts:
+    for share in apply_rule(group, "grpo").rollouts:
         assert share.step_advantage_M.tolist() == [share.advantage] * 3
         assert share.fallback is CreditFallback.CREDIT_OFF
 
 
 def test_the_credit_calls_overruling_can_be_undone(group: RecordedGroup) -> None:
-    overruled = replayed(group, "draco").rollouts[1]
-    scored = replayed(group, "score_verdicts").rollouts[1]
+    overruled = apply_rule(group, "draco").rollouts[1]
+    scored = apply_rule(group, "score_verdicts").rollouts[1]
     assert overruled.quality_M.tolist() == [1.0, 1.0, 1.0]
     assert scored.quality_M.tolist() == [0.0, 0.0, 0.0]
 
@@ -124,7 +124,7 @@ def test_unanimous_rollouts_credited_without_a_call_are_recomputed(tmp_path: Pat
     store = RunStore(RunDirectory.create(tmp_path / "skipped", "seed: 0\n"))
     write(store, 1, "task_1", uncalled=(3,))
     recorded = next(recorded_groups(store.directory))
-    assert recorded.attributions[3] is Uncalled.UNANIMOUS
+    assert recorded.attributions[3] is CreditSkipReason.UNANIMOUS
     (row,) = replay_rules(store.directory, ["draco"]).to_pylist()
     assert (row["push_moved"], row["no_citation"]) == (0.0, 0)
 

@@ -20,7 +20,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout, judge_groups
-from draco_ray.lab.analysis.attribution.measure import cited, measures
+from draco_ray.lab.analysis.attribution.measure import cited_steps, measures
 from draco_ray.lab.analysis.attribution.plant import (
     BENIGN,
     IDLE_CELLS,
@@ -28,13 +28,13 @@ from draco_ray.lab.analysis.attribution.plant import (
     REFERENCE,
     PlantedRollout,
     choose,
-    confirmed,
     hard_plan,
-    plan,
+    plan_planted_group,
     planted_groups,
+    select_confirmed,
 )
 from draco_ray.lab.analysis.attribution.rubric import faults_of, known_rubric
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.sandbox.judge_server import JudgeServer
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Noise
@@ -44,7 +44,7 @@ from tests.support.rule_judge_runs import REFUSED, instruction, output_of
 FAMILIES = ("count_library_songs", "like_playlist_songs")
 
 
-class Answers(RuleComplete):
+class Answers(RuleCompleter):
     """A judge of known ability, from the prompt's numbers of criteria and steps alone."""
 
     def __init__(self, score: int, step: str, broken: bool = False) -> None:
@@ -88,13 +88,13 @@ def groups() -> list[list[PlantedRollout]]:
                 outputs=tuple(map(output_of, rollout.cells)),
                 success=rollout.fault not in FATAL,
             )
-            for rollout in plan(f"{family}_1", family)
+            for rollout in plan_planted_group(f"{family}_1", family)
         ]
         for family in FAMILIES
     ]
 
 
-async def judged(complete: RuleComplete, world: Path) -> list[JudgedRollout]:
+async def judged(complete: RuleCompleter, world: Path) -> list[JudgedRollout]:
     judge = Judge(complete, load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
     return await judge_groups(judge, groups(), world)
 
@@ -104,7 +104,7 @@ def values(rollouts: list[JudgedRollout], scope: str = "all") -> dict[str, dict[
 
 
 def test_a_group_is_the_reference_a_benign_mutation_and_every_fault() -> None:
-    group = {rollout.kind: rollout for rollout in plan("t_1", "count_library_songs")}
+    group = {rollout.kind: rollout for rollout in plan_planted_group("t_1", "count_library_songs")}
     assert set(group) == {REFERENCE, BENIGN, *(fault.value for fault in Fault)}
     assert group[REFERENCE].planted == ()
     assert group["first_page_only"].planted == (4,)
@@ -118,7 +118,7 @@ def test_a_group_is_the_reference_a_benign_mutation_and_every_fault() -> None:
 
 def truth(kind: str, outputs: Callable[[str], str] = output_of) -> dict[Fault, int]:
     """Known verdicts on a rollout of the plan, by the fault that the criterion is about."""
-    (rollout,) = [rollout for rollout in plan("t_1", "count_library_songs") if rollout.kind == kind]
+    (rollout,) = [rollout for rollout in plan_planted_group("t_1", "count_library_songs") if rollout.kind == kind]
     executed = replace(rollout, outputs=tuple(map(outputs, rollout.cells)))
     return dict(zip(executed.rubric, executed.truth_K.tolist(), strict=True))
 
@@ -152,7 +152,7 @@ def test_a_fault_that_raises_later_violates_what_the_execution_shows() -> None:
 
 @pytest.mark.parametrize("family", sorted(families()))
 def test_every_fault_of_every_family_leaves_a_mark(family: str) -> None:
-    for rollout in plan("t_1", family):
+    for rollout in plan_planted_group("t_1", family):
         assert bool(rollout.planted) or rollout.fault is None, rollout.kind
     assert set(faults_of(families()[family])) == families()[family].faults
 
@@ -175,7 +175,7 @@ async def test_of_a_hard_group_the_judge_writes_the_rubric(world: Path) -> None:
         replace(each, outputs=tuple(map(output_of, each.cells)), success=not each.faults & FATAL)
         for each in hard_plan("count_library_songs_1", "count_library_songs")
     ]
-    judge = Judge(RuleComplete(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    judge = Judge(RuleCompleter(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
     found = await judge_groups(judge, [group], world)
     rows = {(row["scope"], row["measure"]): row for row in measures(found, "some").to_pylist()}
     assert {scope for scope, _ in rows} == {"all", "one fault", "late fault", "two faults"}
@@ -184,7 +184,7 @@ async def test_of_a_hard_group_the_judge_writes_the_rubric(world: Path) -> None:
 
 
 async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
-    found = values(await judged(RuleComplete(), world))
+    found = values(await judged(RuleCompleter(), world))
     assert found["kappa"]["value"] == 1.0
     assert 0.5 < found["accuracy"]["chance"] < 1.0
     assert found["false_blame"]["value"] == 0.0
@@ -203,7 +203,7 @@ async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
 
 
 async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Path) -> None:
-    rollouts = await judged(RuleComplete(), world)
+    rollouts = await judged(RuleCompleter(), world)
     before = values(rollouts)
     index = next(index for index, rollout in enumerate(rollouts) if rollout.planted.fault is not None)
     share = rollouts[index].share
@@ -235,7 +235,7 @@ async def test_a_judge_that_blames_the_last_step_is_as_good_as_that_rule(world: 
 
 
 async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
-    rollouts = await judged(RuleComplete(), world)
+    rollouts = await judged(RuleCompleter(), world)
     faulty = [rollout for rollout in rollouts if rollout.planted.fault is not None and rollout.planted.planted]
     hits: dict[str, list[bool]] = {"last_step": [], "first_failed": []}
     for rollout in faulty:
@@ -258,7 +258,7 @@ async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
 async def test_step_credit_is_worth_less_the_more_citations_are_wrong(world: Path) -> None:
     shares = []
     for wrong in (0.0, 0.5, 1.0):
-        found = values(await judged(RuleComplete(Noise(wrong_step=wrong).blur(answer)), world))
+        found = values(await judged(RuleCompleter(Noise(wrong_step=wrong).blur(answer)), world))
         shares.append(found["push_share"]["value"])
         assert found["kappa"]["value"] == 1.0
     assert shares == sorted(shares, reverse=True)
@@ -275,25 +275,25 @@ async def test_a_judge_that_cannot_answer_counts_as_wrong_not_as_absent(world: P
 
 
 async def test_measures_by_fault_are_of_that_fault_alone(world: Path) -> None:
-    rollouts = await judged(RuleComplete(), world)
+    rollouts = await judged(RuleCompleter(), world)
     assert values(rollouts, "no_completion")["citation_recall"]["observations"] == 2
     about = ("count_library_songs", "wrong_filter")
     (one,) = [each for each in rollouts if (each.planted.family, each.planted.kind) == about]
     assert one.share is not None
     assert one.verdict_K is not None
-    assert (one.planted.planted, cited(one), one.truth_K[2], one.verdict_K[2]) == ((5,), {5}, -1, -1)
+    assert (one.planted.planted, cited_steps(one), one.truth_K[2], one.verdict_K[2]) == ((5,), {5}, -1, -1)
     assert np.argmin(one.share.quality_M) == 4
 
 
 def test_a_rollout_is_kept_only_if_the_tests_say_of_it_what_they_should() -> None:
     (group, _) = groups()
-    assert confirmed(group) == group
+    assert select_confirmed(group) == group
     # A fatal fault that the tests do not see, a harmless one that breaks them, a rewording that does.
     for index, rollout in enumerate(group[1:], 1):
         other = [*group[:index], replace(rollout, success=not rollout.success), *group[index + 1 :]]
-        assert confirmed(other) == [*group[:index], *group[index + 1 :]], rollout.kind
+        assert select_confirmed(other) == [*group[:index], *group[index + 1 :]], rollout.kind
     # The fault undone does not succeed: the fault is not why it fails.
-    assert confirmed([replace(group[0], success=False), *group[1:]]) == []
+    assert select_confirmed([replace(group[0], success=False), *group[1:]]) == []
 
 
 def test_families_take_turns() -> None:

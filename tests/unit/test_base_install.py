@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 import draco_ray
 from draco_ray.errors import DracoError, MissingExtra
-from draco_ray.extras import ENGINE, INSTALL, TRAIN, naming_extras
+from draco_ray.extras import ENGINE, INSTALL, TRAIN, explain_missing_extras
 from tests.conftest import REPOSITORY
 from tests.support.base_install import LEFT_OUT, in_base_install
 from tests.support.small_run import small_run
@@ -145,7 +145,7 @@ for use in (engine._launch, lambda: draco_ray.train):
 
 
 def test_another_missing_module_is_not_taken_for_an_extra() -> None:
-    with pytest.raises(ModuleNotFoundError) as raised, naming_extras():
+    with pytest.raises(ModuleNotFoundError) as raised, explain_missing_extras():
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
     assert not isinstance(raised.value, DracoError)
     assert issubclass(MissingExtra, ImportError)

@@ -13,7 +13,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import EpisodeEnd, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import step_rows
@@ -22,7 +22,7 @@ from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Answer
 from draco_ray.sandbox.world.scripts import ACCOUNTS_CELL, Fault
 from tests.support.jobs import JOBS, load_job
-from tests.support.rule_judge_runs import instruction, judged, run_of, scripted_run, trajectory_of
+from tests.support.rule_judge_runs import instruction, judge_in_phases, run_of, scripted_run, trajectory_of
 
 FAMILY = "pin_tagged_notes"
 
@@ -47,7 +47,9 @@ async def verdicts(hacks: ModuleType, judge: Answer) -> list[set[Verdict]]:
     runs = [scripted_run(FAMILY), scripted_run(FAMILY, Fault.NO_COMPLETION), *hacked]
     group = [trajectory_of(run, instruction(FAMILY), number) for number, run in enumerate(runs)]
     config = JudgeConfig(reasks=0)
-    _, scores, credits = await judged(group, Judge(RuleComplete(judge), load_prompts(Path("prompts/judge")), config))
+    _, scores, credits = await judge_in_phases(
+        group, Judge(RuleCompleter(judge), load_prompts(Path("prompts/judge")), config)
+    )
     for score, credit in zip(scores, credits, strict=True):
         assert [one.verdict for one in score] == [one.verdict for one in credit]
     return [{one.verdict for one in row} for row in scores]

@@ -11,7 +11,7 @@ import pytest
 from paced import PacedEngine, Repertoire
 
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.judging.phases import Credit, Phase, Score, Stage1, Stage2, Union
@@ -22,10 +22,10 @@ from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job
-from tests.support.reads_calls import ReadsCalls
+from tests.support.tool_call_reader import ToolCallReaderMixin
 
 TOKENIZER = chat_tokenizer(QWEN3)
-CHAT = ChatTokens(TOKENIZER, thinking=False)
+CHAT = ChatTokenizer(TOKENIZER, thinking=False)
 FAMILY = families()["longest_library_song"]
 AGENT = AgentConfig(prompt=Path("prompts/agent_starter.txt"), thinking=False, max_response_length=100_000)
 
@@ -52,7 +52,7 @@ class World:
 
 
 @dataclass
-class Client(ReadsCalls):
+class Client(ToolCallReaderMixin):
     """Reaches the engine without Ray."""
 
     engine: PacedEngine

@@ -12,9 +12,9 @@ from tokenizers.models import BPE, Unigram
 from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.model_directory import chat_template_text, load_tokenizer
-from draco_ray.engine.tool_calls import check_calls
+from draco_ray.engine.tool_calls import check_tool_calls_parsable
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
 from draco_ray.training.demonstrations import Demonstration, as_sample
@@ -131,7 +131,7 @@ def theirs(tokenizer: PreTrainedTokenizerFast, chat: list[dict[str, Any]], **opt
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_a_conversation_becomes_the_tokens_of_apply_chat_template(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     asked = "  book a <|x room\n\n  please"
     prompt = chat.prompt([Message(role="user", content=asked)])
     assert prompt == theirs(tokenizer, [{"role": "user", "content": asked}])
@@ -145,7 +145,7 @@ def test_a_conversation_becomes_the_tokens_of_apply_chat_template(kind: str) -> 
 @pytest.mark.parametrize("kind", TOKENIZERS)
 def test_outside_text_becomes_no_control_token(kind: str) -> None:
     tokenizer = TOKENIZERS[kind]()
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     tokens = {
         id_: token for id_, token in tokenizer.added_tokens_decoder.items() if token.content[:2] in ("<|", "<s", "</")
     }
@@ -159,7 +159,7 @@ def test_outside_text_becomes_no_control_token(kind: str) -> None:
 def test_other_tokens_than_those_of_transformers_are_refused() -> None:
     """A token that is found only between blanks is no end of a turn where the template puts it behind a word."""
     with pytest.raises(ConfigError, match="tokenizes its chat template differently than"):
-        ChatTokens(made(byte_level(), PHI, ROLES, single_word=True), thinking=False)
+        ChatTokenizer(made(byte_level(), PHI, ROLES, single_word=True), thinking=False)
 
 
 CALLS = [
@@ -172,8 +172,8 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "-", "pa
 @pytest.mark.parametrize("template", [GLM, USER_TOOLS, THINKING_GLM])
 def test_a_turn_may_end_with_the_token_of_the_next_role(template: str) -> None:
     tokenizer = made(byte_level(), template, GLM_TOKENS)
-    chat = ChatTokens(tokenizer, thinking=False)
-    check_calls(chat, None)
+    chat = ChatTokenizer(tokenizer, thinking=False)
+    check_tool_calls_parsable(chat, None)
     user, results = "<|user|>", "<|observation|>" if template != USER_TOOLS else "<|user|>"
     assert chat.end_of_turn_id == tokenizer.convert_tokens_to_ids(user)
     assert chat.ends == set(tokenizer.convert_tokens_to_ids([user, results]))
@@ -199,7 +199,7 @@ def test_a_turn_may_end_with_the_token_of_the_next_role(template: str) -> None:
 
 def test_a_turn_that_ends_for_another_role_is_not_ended_by_it() -> None:
     tokenizer = made(byte_level(), GLM, GLM_TOKENS)
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     user, results = tokenizer.convert_tokens_to_ids(["<|user|>", "<|observation|>"])
     for end, left_out in ((results, 1), (user, 0)):
         glue = chat.after_calls([5, end], ["find"], ["x"])
@@ -216,7 +216,7 @@ HOISTED = (
 
 @pytest.mark.parametrize("template", [HOISTED, HOISTED.replace("<|system|>{{ m.content }}", "")])
 def test_a_late_system_message_that_the_template_would_lose_or_move_is_refused(template: str) -> None:
-    chat = ChatTokens(made(byte_level(), template, ROLES), thinking=False)
+    chat = ChatTokenizer(made(byte_level(), template, ROLES), thinking=False)
     messages = [{"role": "user", "content": "b"}, {"role": "system", "content": "No refunds."}]
     with pytest.raises(ConfigError, match="does not support a message of role 'system' after a turn"):
         chat.after_messages([5], (), messages)
@@ -236,7 +236,7 @@ SINGLE = (
 
 def test_results_name_their_calls_even_if_the_template_has_one_call_in_a_turn() -> None:
     tokenizer = made(byte_level(), SINGLE, (*ROLES, "<|tool|>"))
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     glue = tokenizer.decode(chat.after_calls([5], ["find", "<|end|>"], ["a", "b"]))
     assert glue == "<|end|><|tool|>find: a<|end|><|tool|><|end|>: b<|end|><|assistant|>"
     assert chat.after_calls([5], ["find", "<|end|>"], ["a", "b"]).count(chat.end_of_turn_id) == 3
@@ -252,9 +252,9 @@ WITHIN = SINGLE.replace("}}}<|end|>", "}}}").replace(
 
 def test_results_within_the_turn_of_their_call_are_refused() -> None:
     """What comes before a turn's end is sampled, so the policy would be taken to write the results itself."""
-    chat = ChatTokens(made(byte_level(), WITHIN, ROLES), thinking=False)
+    chat = ChatTokenizer(made(byte_level(), WITHIN, ROLES), thinking=False)
     with pytest.raises(ConfigError, match="does not support tools"):
-        check_calls(chat, None)
+        check_tool_calls_parsable(chat, None)
 
 
 RESPONSE = (
@@ -272,7 +272,7 @@ UNMARKED = (
 @pytest.mark.parametrize("template", [RESPONSE, UNMARKED])
 def test_a_turn_begins_as_the_template_begins_it(template: str) -> None:
     tokenizer = made(byte_level(), template, (*ROLES, "<|response|>"))
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     messages = [
         {"role": "assistant", "content": "yes"},
         {"role": "user", "content": "z"},
@@ -291,21 +291,21 @@ def test_a_turn_begins_as_the_template_begins_it(template: str) -> None:
 )
 def test_whatever_a_template_raises_is_one_line(said: str) -> None:
     with pytest.raises(ConfigError, match=r"rejects these messages: \w[^\n]*$"):
-        ChatTokens(made(byte_level(), said + CHATML, ("<|im_start|>", "<|im_end|>")), thinking=False)
+        ChatTokenizer(made(byte_level(), said + CHATML, ("<|im_start|>", "<|im_end|>")), thinking=False)
 
 
 def test_a_template_that_leaves_out_texts_is_refused() -> None:
     parts = "{% for m in messages %}<|im_start|>{% for part in m.content if part.type == 'text' %}{{ part.text }}"
     parts += "{% endfor %}<|im_end|>{% endfor %}"
     with pytest.raises(ConfigError, match="leaves out a turn's text"):
-        ChatTokens(made(byte_level(), parts, ("<|im_start|>", "<|im_end|>")), thinking=False)
+        ChatTokenizer(made(byte_level(), parts, ("<|im_start|>", "<|im_end|>")), thinking=False)
 
 
 def test_a_chat_template_can_be_a_shipped_one_a_file_or_its_text(tmp_path: Path) -> None:
     made(byte_level(), CHATML, ("<|im_start|>", "<|im_end|>")).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"does not support tools .* or set model\.chat_template"):
-        check_calls(ChatTokens(load_tokenizer(str(tmp_path)), thinking=False), None)
-    check_calls(ChatTokens(load_tokenizer(str(tmp_path), "hermes"), thinking=False), None)
+        check_tool_calls_parsable(ChatTokenizer(load_tokenizer(str(tmp_path)), thinking=False), None)
+    check_tool_calls_parsable(ChatTokenizer(load_tokenizer(str(tmp_path), "hermes"), thinking=False), None)
     file = tmp_path / "mine.jinja"
     file.write_text(GLM, encoding="utf-8")
     assert load_tokenizer(str(tmp_path), str(file)).chat_template == GLM == chat_template_text(GLM)

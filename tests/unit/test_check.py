@@ -16,7 +16,7 @@ from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.training import sizes
-from draco_ray.training.checks import Start, check_machine, machine_resources
+from draco_ray.training.checks import CheckContext, check_machine, machine_resources
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
 from draco_ray.training.sizes import context_problems
@@ -156,11 +156,11 @@ def test_the_memory_of_other_learners_and_of_clusters_is_not_estimated(
     shop: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*shop[1:], "engine.kv_cache_gib=1000000"]
-    start = Start(load_config(shop[0], words), Console(quiet=True), has_model=True)
+    start = CheckContext(load_config(shop[0], words), Console(quiet=True), has_model=True)
     with pytest.raises(ConfigError, match="of memory, but this machine has"):
         command.check_memory(start)
     other = load_config(shop[0], [*words, "learner.use=double"])
-    command.check_memory(Start(other, Console(quiet=True), has_model=True))
+    command.check_memory(CheckContext(other, Console(quiet=True), has_model=True))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     command.check_memory(start)
 
@@ -206,9 +206,9 @@ def test_a_new_environment_asks_for_no_more_than_the_machine_has(
     monkeypatch.setattr("os.cpu_count", lambda: count)
     new_environment(tmp_path / "shop")
     source = str(tmp_path / "shop" / "environment.yaml")
-    check_machine(Start(load_config(source, ["model.path=x"]), Console(quiet=True)))
+    check_machine(CheckContext(load_config(source, ["model.path=x"]), Console(quiet=True)))
     with pytest.raises(ConfigError, match="CPUs"):
-        check_machine(Start(load_config(source, [f"engine.cpus_per_engine={count}"]), Console(quiet=True)))
+        check_machine(CheckContext(load_config(source, [f"engine.cpus_per_engine={count}"]), Console(quiet=True)))
 
 
 @pytest.mark.parametrize(
@@ -260,9 +260,9 @@ def test_limits_of_control_groups_count(
 
 def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert machine.thread_environment(2.5) == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert machine.thread_env_vars(2.5) == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert machine.thread_environment(0.5) == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE"}
+    assert machine.thread_env_vars(0.5) == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE"}
 
 
 def test_activations_are_kept_where_memory_allows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.training import progress
-from draco_ray.training.cluster import START_ATTEMPTS, connect, start_ray
+from draco_ray.training.cluster import START_ATTEMPTS, connect_ray, start_ray
 
 
 def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_not_waited_for_for_ever(
@@ -42,7 +42,7 @@ def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_n
     failures = START_ATTEMPTS
     started.clear()
     with patch.dict(os.environ), pytest.raises(ClusterError, match="Ray does not start on this machine"):
-        connect(load_config("sandbox"))
+        connect_ray(load_config("sandbox"))
     assert len(started) == START_ATTEMPTS
 
 
@@ -64,20 +64,20 @@ def test_a_job_log_says_that_ray_takes_long_to_start_and_that_it_still_does(
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.01)
     monkeypatch.setattr(progress, "LOOK_SECONDS", 0.01)
     with patch.dict(os.environ), pytest.raises(ClusterError, match="no"):
-        connect(load_config("sandbox", words), console=Console(file=text, width=200))
+        connect_ray(load_config("sandbox", words), console=Console(file=text, width=200))
     assert all(line.startswith(said) for line in text.getvalue().splitlines())
     # Whoever answers at once is not spoken of.
     monkeypatch.setattr(progress, "SLOW_SECONDS", 60.0)
     monkeypatch.setattr(ray, "init", lambda **given: sys.exit(1))
     with patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
-        connect(load_config("sandbox", words), console=Console(file=(quiet := io.StringIO())))
+        connect_ray(load_config("sandbox", words), console=Console(file=(quiet := io.StringIO())))
     assert not quiet.getvalue()
 
 
 def test_sigterm_that_ray_answers_while_it_starts_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "init", lambda **given: sys.exit(signal.SIGTERM))
     with patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
-        connect(load_config("sandbox"))
+        connect_ray(load_config("sandbox"))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_of_a_dashboard_that_does_not_come_up_the_log_is_named_and_not_printed(
 
     monkeypatch.setattr(ray, "init", init)
     with patch.dict(os.environ), pytest.raises(ClusterError) as error:
-        connect(load_config("sandbox"))
+        connect_ray(load_config("sandbox"))
     assert str(error.value) == (
         f"Ray does not start on this machine: Ray's dashboard did not start; see {file}, or set ray.dashboard=false; "
         "try again when the machine has free CPUs and memory"
@@ -122,6 +122,6 @@ def test_a_cluster_that_does_not_answer_may_want_a_token(
         monkeypatch.setenv("RAY_AUTH_MODE", mode)
     # What it sets for Ray's processes is not for other tests.
     with patch.dict(os.environ), pytest.raises(ConfigError) as error:
-        connect(load_config("sandbox", ["ray.address=10.0.0.1:6379"]))
+        connect_ray(load_config("sandbox", ["ray.address=10.0.0.1:6379"]))
     line = "ray.address 10.0.0.1:6379: no Ray cluster answers there: Failed to connect to Ray"
     assert str(error.value) == line + hint

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.config.effect import check_effect
+from draco_ray.config.ineffective_keys import check_effective
 from draco_ray.config.keys import described_keys, dotted_keys
 from draco_ray.config.load import PRESETS, dump_config, load_config, preset_names, setting_names
 from draco_ray.config.schema import DracoConfig
@@ -298,11 +298,11 @@ def test_a_judge_that_would_not_be_asked_is_not_named_in_vain(switch: str, tmp_p
 
 def test_keys_without_an_effect_are_named_with_the_reason() -> None:
     idle = {"judge": "alone", "judge.limits": "", "judge.limits.dollars": "twice"}
-    check_effect("it", ["judge.limits={requests_per_minute: 3}", "seed=1"], ("judge", "seed"), idle)
+    check_effective("it", ["judge.limits={requests_per_minute: 3}", "seed=1"], ("judge", "seed"), idle)
     for typed, said in (
         ("judge.model=m", "it: judge.model has no effect alone"),
         ("judge.limits={dollars: 3}", "it: judge.limits.dollars has no effect twice"),
         ("train={steps: 3}", "it: train.steps has no effect; this command reads only judge, seed"),
     ):
         with pytest.raises(ConfigError, match=said):
-            check_effect("it", [typed], ("judge", "seed"), idle)
+            check_effective("it", [typed], ("judge", "seed"), idle)

@@ -13,12 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.config.config_signature import SCHEMA_VERSION
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.errors import DamagedRun, DracoError
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, sole_driver, write_part
+from draco_ray.runs.directory import RunDirectory, lock_run, write_part
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
@@ -269,7 +269,7 @@ def test_a_lock_that_is_none_is_named(whole: Path, tmp_path: Path, damage: Calla
     run = shutil.copytree(whole, tmp_path / "run")
     (run / ".lock").touch()
     damage(run / ".lock")
-    with pytest.raises(DracoError, match=r"run/\.lock: "), sole_driver(RunDirectory.open(run)):
+    with pytest.raises(DracoError, match=r"run/\.lock: "), lock_run(RunDirectory.open(run)):
         pass
 
 

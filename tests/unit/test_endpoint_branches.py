@@ -16,7 +16,7 @@ from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.turns import TurnRequest
 from draco_ray.rollout.tokens import TokenPolicy
-from tests.support.endpoint_episode import CHAT, END, REQUEST, ScriptedSampler, check_books
+from tests.support.endpoint_episode import CHAT, END, REQUEST, ScriptedSampler, check_recorded_tokens
 
 Message = dict[str, Any]
 Move = tuple[int, int, bool, list[str], bool, str]
@@ -65,7 +65,7 @@ async def play(script: list[Move], said: list[str], trained: str | None) -> tupl
             await asyncio.gather(*waiting)
     await asyncio.gather(*waiting)
     played = episode.trajectory(EpisodeEnd.FINISHED, None, prompt=(), closing="", sessions=trained)
-    check_books(played, sampler)
+    check_recorded_tokens(played, sampler)
     both = zip(sessions, sampler.sampled, strict=True)
     return played, [ids for session, ids in both if trained is None or session in trained]
 

@@ -8,14 +8,14 @@ from typing import Any
 import anthropic
 import pytest
 
-from tests.support.endpoint_episode import CHAT, END, TOKENIZER, Served, call, served
+from tests.support.endpoint_episode import CHAT, END, TOKENIZER, ServedEpisode, call, serve_episode
 
 TOOL: dict[str, Any] = {"name": "refund", "input_schema": {"type": "object", "properties": {"order": {}}}}
 SYSTEM = [{"type": "text", "text": "You serve.", "cache_control": {"type": "ephemeral"}}]
 USER = {"role": "user", "content": [{"type": "text", "text": "Refund A1."}]}
 
 
-def client_of(at: Served) -> Any:
+def client_of(at: ServedEpisode) -> Any:
     """Anthropic's client, pointed at the endpoint; its types know no plain dictionaries."""
     return anthropic.AsyncAnthropic(
         base_url=at.base_url.removesuffix("/v1"), api_key=at.episode.key, auth_token=None, max_retries=0
@@ -29,7 +29,10 @@ def result(block: Any, content: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_messages_are_answered_and_continued_on_the_recorded_tokens(stream: bool) -> None:
     two = call(order="A1").removesuffix(END) + "\n" + call(order="A2")
-    async with served([f"<think>\nLook.\n</think>\nLet us see. {two}", f"Done.{END}"]) as at, client_of(at) as client:
+    async with (
+        serve_episode([f"<think>\nLook.\n</think>\nLet us see. {two}", f"Done.{END}"]) as at,
+        client_of(at) as client,
+    ):
         messages: list[Any] = [USER]
         asked: dict[str, Any] = {"model": "m", "max_tokens": 999, "system": SYSTEM, "tools": [TOOL]}
         asked |= {"thinking": {"type": "adaptive"}, "metadata": {"user_id": "a"}}
@@ -62,7 +65,7 @@ async def test_messages_are_answered_and_continued_on_the_recorded_tokens(stream
 
 
 async def test_what_messages_say_of_their_end() -> None:
-    async with served(["Long answer", f"One. Stop. Two.{END}", f"<think>\nHm.\n</think>\nYes.{END}"]) as at:
+    async with serve_episode(["Long answer", f"One. Stop. Two.{END}", f"<think>\nHm.\n</think>\nYes.{END}"]) as at:
         async with client_of(at) as client:
             cut = await client.messages.create(model="m", max_tokens=3, messages=[{"role": "user", "content": "a"}])
             stopped = await client.messages.create(model="m", max_tokens=99, messages=[USER], stop_sequences=["Stop."])
@@ -75,7 +78,7 @@ async def test_what_messages_say_of_their_end() -> None:
 
 
 async def test_a_late_system_message_becomes_a_users_and_leading_ones_are_joined() -> None:
-    async with served([f"Yes.{END}"] * 2) as at, client_of(at) as client:
+    async with serve_episode([f"Yes.{END}"] * 2) as at, client_of(at) as client:
         late = {"role": "system", "content": "Agents: none."}
         await client.messages.create(model="m", max_tokens=9, system=SYSTEM, messages=[USER, late])
         said = [{"role": "developer", "content": "You code."}, {"role": "user", "content": "Fix it."}]
@@ -108,7 +111,7 @@ async def test_a_late_system_message_becomes_a_users_and_leading_ones_are_joined
     ],
 )
 async def test_refusals_are_one_line_in_anthropics_form(change: dict[str, Any], said: str) -> None:
-    async with served([]) as at:
+    async with serve_episode([]) as at:
         answer = await at.post("/messages", json.dumps({"messages": [USER], "max_tokens": 9} | change))
     told = answer.json()
     assert (answer.status_code, told["type"], told["error"]["type"]) == (400, "error", "invalid_request_error")
@@ -118,7 +121,7 @@ async def test_refusals_are_one_line_in_anthropics_form(change: dict[str, Any], 
 
 
 async def test_errors_that_anthropics_clients_know() -> None:
-    async with served([], max_prompt_length=60, max_response_length=40) as at, client_of(at) as client:
+    async with serve_episode([], max_prompt_length=60, max_response_length=40) as at, client_of(at) as client:
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long: .*100 tokens"):
             await client.messages.create(model="m", max_tokens=9, messages=[{"role": "user", "content": "many " * 200}])
         client.api_key = "no"
@@ -132,7 +135,7 @@ async def test_custom_tools_and_namespaces_of_responses() -> None:
     spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {"task": {}}}}
     tools: list[Any] = [patch, {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [spawn]}]
     lines = [call("apply_patch", input="*** Begin\n+a"), call("agents__spawn", task="look"), f"Done.{END}"]
-    async with served(lines, chat=CHAT) as at:
+    async with serve_episode(lines, chat=CHAT) as at:
         client = at.openai.responses
         items: list[Any] = [{"role": "user", "content": "Fix it."}]
         async with client.stream(model="m", input=items, tools=tools) as stream:
@@ -155,7 +158,7 @@ async def test_custom_tools_and_namespaces_of_responses() -> None:
 
 async def test_requests_that_a_rule_names_are_side_calls() -> None:
     rules = ["You are a title generator", "^Summarize the conversation"]
-    async with served([f"Title{END}", f"Look.{END}", f"Summary{END}"], side_calls=rules) as at:
+    async with serve_episode([f"Title{END}", f"Look.{END}", f"Summary{END}"], side_calls=rules) as at:
         title = {"role": "system", "content": "You are a title generator."}
         chat = at.openai.chat.completions
         await chat.create(model="m", messages=[title, {"role": "user", "content": "Fix it"}])
@@ -173,7 +176,7 @@ async def test_requests_that_a_rule_names_are_side_calls() -> None:
 
 async def test_results_in_a_rewritten_history_are_the_observation_of_their_turn() -> None:
     tool = {"type": "function", "function": {"name": "refund", "parameters": TOOL["input_schema"]}}
-    async with served([call(order="A1"), f"Done.{END}"]) as at:
+    async with serve_episode([call(order="A1"), f"Done.{END}"]) as at:
         chat = at.openai.chat.completions
         turn = (await chat.create(model="m", messages=[{"role": "user", "content": "Go."}], tools=[tool])).choices[0]
         result = {"role": "tool", "tool_call_id": turn.message.tool_calls[0].id, "content": "refunded"}

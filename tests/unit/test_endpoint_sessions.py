@@ -12,13 +12,13 @@ import pytest
 from draco_ray.algorithm.group import group_advantages_from_rewards, training_samples
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.records import EpisodeEnd
-from tests.support.endpoint_episode import END, TOOL, Served, call, served
+from tests.support.endpoint_episode import END, TOOL, ServedEpisode, call, serve_episode
 
 ASK: list[dict[str, Any]] = [{"role": "system", "content": "You serve."}, {"role": "user", "content": "Refund it."}]
 
 
 async def ask(
-    at: Served, session: str, messages: list[dict[str, Any]], path: str = "chat/completions", **more: Any
+    at: ServedEpisode, session: str, messages: list[dict[str, Any]], path: str = "chat/completions", **more: Any
 ) -> Any:
     """The answer to a request at the shared URL; the episode is its model."""
     body = {"model": at.episode.model, "messages": messages, **more}
@@ -26,7 +26,7 @@ async def ask(
         return await client.post(f"{at.endpoint.shared_url}/{path}", json=body, headers={"X-Session-ID": session})
 
 
-async def said(at: Served, session: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+async def said(at: ServedEpisode, session: str, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     answer = await ask(at, session, messages, **more)
     assert answer.status_code == 200, answer.text
     message: dict[str, Any] = answer.json()["choices"][0]["message"]
@@ -45,7 +45,7 @@ async def said(at: Served, session: str, messages: list[dict[str, Any]], **more:
     ],
 )
 async def test_the_model_names_the_episode_and_is_its_key(model: Any, status: int, complaint: str) -> None:
-    async with served([f"Yes.{END}"]) as at, served([]) as other:
+    async with serve_episode([f"Yes.{END}"]) as at, serve_episode([]) as other:
         if isinstance(model, str):
             model = model.replace("{name}", at.episode.name)
         answer = await ask(at, "a", ASK, model=model)
@@ -62,7 +62,7 @@ async def test_the_model_names_the_episode_and_is_its_key(model: Any, status: in
 
 
 async def test_sessions_that_say_the_same_are_branches_of_their_own() -> None:
-    async with served([f"Yes.{END}"] * 4) as at:
+    async with serve_episode([f"Yes.{END}"] * 4) as at:
         for session in ("a", "b"):
             first = await said(at, session, ASK)
         for session in ("a", "b"):
@@ -74,7 +74,7 @@ async def test_sessions_that_say_the_same_are_branches_of_their_own() -> None:
     told = [(turn.branch, turn.text) for turn in played.turns if turn.role == "user"]
     assert sorted(told) == [(0, "Go on."), (0, "Refund it."), (1, "Go on."), (1, "Refund it.")]
     # At its own URL an agent may send what it likes.
-    async with served([f"Yes.{END}"] * 2) as at:
+    async with serve_episode([f"Yes.{END}"] * 2) as at:
         for messages in (ASK, [*ASK, first, {"role": "user", "content": "Go on."}]):
             await at.openai.chat.completions.create(
                 model="m", messages=messages, extra_headers={"X-Session-ID": str(len(messages))}
@@ -83,7 +83,7 @@ async def test_sessions_that_say_the_same_are_branches_of_their_own() -> None:
 
 
 async def test_a_session_that_is_not_trained_is_no_part_of_the_rollout() -> None:
-    async with served([f"Judged.{END}", call(order="A1"), f"Good.{END}", f"Done.{END}"]) as at:
+    async with serve_episode([f"Judged.{END}", call(order="A1"), f"Good.{END}", f"Done.{END}"]) as at:
         await said(at, "judge", ASK)
         first = await said(at, "player", ASK, tools=[TOOL])
         result = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "done"}
@@ -120,7 +120,7 @@ async def test_a_session_that_is_not_trained_is_no_part_of_the_rollout() -> None
 
 
 async def test_an_episode_of_which_nothing_is_trained_is_empty() -> None:
-    async with served([f"Judged.{END}"]) as at:
+    async with serve_episode([f"Judged.{END}"]) as at:
         await said(at, "judge", ASK)
         played = at.episode.trajectory(EpisodeEnd.FINISHED, None, prompt=(), closing="", sessions=())
     assert (len(played.token_ids_T), played.branches, played.turns, played.usage.calls) == (0, (0,), (), 0)

@@ -20,7 +20,7 @@ from draco_ray.pipeline import Group
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync, engines_asleep
+from draco_ray.training.trainer import BatchScheduler, TaskOrder, Trainer, WeightSync, engines_asleep
 from tests.unit.test_training_metrics import an_update
 
 SHARED = (
@@ -133,7 +133,7 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
     advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))
     trainer = Trainer(
         config,
-        batches=Batches({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, console),
+        batches=BatchScheduler({"t_1": ()}, TaskOrder(["t_1"], 1, seed=0), pipeline, console),
         learner=learner,
         fleet=fleet,
         weights=WeightSync(learner, fleet, advantages, tolerance=1.0, moved=True, canary=canary),

@@ -18,8 +18,8 @@ from draco_ray.config.schema import EngineConfig
 from draco_ray.engine import actor
 from draco_ray.engine.actor import EngineClient, EngineProcess
 from draco_ray.engine.fleet import EngineFleet
-from draco_ray.errors import CanaryFailed, ConfigError, EngineAway, EngineError
-from tests.support.away import ASKED_TO_GO, OUT_OF_REACH
+from draco_ray.errors import CanaryFailed, ConfigError, EngineError, EngineNotReady
+from tests.support.actor_errors import ASKED_TO_GO, OUT_OF_REACH
 
 
 class Method:
@@ -82,13 +82,13 @@ class Engine:
                 self.started = True
             case "load":
                 if not self.started:
-                    raise EngineAway("not started")
+                    raise EngineNotReady("not started")
                 self.weights = given[0]
             case "serve":
                 self.serves = True
             case "sample":
                 if not self.serves:
-                    raise EngineAway("does not serve")
+                    raise EngineNotReady("does not serve")
                 return self.weights
             case "logprobs":
                 return [float(len(self.weights))]

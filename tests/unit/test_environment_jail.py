@@ -15,9 +15,9 @@ from draco_ray.environments.appworld.template_process import (
     shared_template,
 )
 from draco_ray.environments.jail import launch
-from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
+from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, landlock_readable, spare_uids
 from draco_ray.environments.jail.launch import LevelUnavailable
-from draco_ray.environments.jail.system_calls import _REFUSED, Instruction, filter_program
+from draco_ray.environments.jail.system_calls import _REFUSED, Instruction, build_seccomp_filter
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 
 ALLOW, REFUSE, MISSING, KILL = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS, 0x80000000
@@ -116,7 +116,7 @@ def judge(program: list[Instruction], architecture: int, number: int, *arguments
 )
 def test_the_filter(call: tuple[str, *tuple[int, ...]], x86_64: int, aarch64: int, expected: int) -> None:
     for machine, number in (("x86_64", x86_64), ("aarch64", aarch64)):
-        program = filter_program(machine)
+        program = build_seccomp_filter(machine)
         assert program is not None
         assert judge(program, ARCHITECTURES[machine], number, *call[1:]) == expected, machine
 
@@ -129,7 +129,7 @@ def test_the_filter(call: tuple[str, *tuple[int, ...]], x86_64: int, aarch64: in
 def test_what_is_counted_is_not_removed(arguments: tuple[int, ...], x86_64: int, aarch64: int) -> None:
     for machine, number in (("x86_64", x86_64), ("aarch64", aarch64)):
         for may_remove, expected in ((True, ALLOW), (False, REFUSE)):
-            program = filter_program(machine, may_remove=may_remove)
+            program = build_seccomp_filter(machine, may_remove=may_remove)
             assert program is not None
             assert judge(program, ARCHITECTURES[machine], number, *arguments) == expected, machine
 
@@ -141,13 +141,13 @@ def test_every_call_of_the_filter_has_its_own_number() -> None:
 
 
 def test_the_filter_kills_what_calls_by_another_convention() -> None:
-    program = filter_program("x86_64")
+    program = build_seccomp_filter("x86_64")
     assert program is not None
     assert judge(program, 0x40000003, 102) == KILL
 
 
 def test_there_is_no_filter_for_an_unknown_machine() -> None:
-    assert filter_program("riscv64") is None
+    assert build_seccomp_filter("riscv64") is None
 
 
 def test_spare_users_of_a_whole_machine_and_of_a_container() -> None:
@@ -172,7 +172,7 @@ def test_a_jail_survives_its_journey() -> None:
 def test_landlock_shows_one_task_without_its_ground_truth(tmp_path: Path) -> None:
     for name in ("base_dbs", "tasks/a_1/ground_truth", "tasks/b_1"):
         (tmp_path / name).mkdir(parents=True)
-    shown = readable_in_place(jail("landlock", tmp_path), ["a_1/specs.json", "a_1/dbs"])
+    shown = landlock_readable(jail("landlock", tmp_path), ["a_1/specs.json", "a_1/dbs"])
     of_data = {str(Path(path).relative_to(tmp_path)) for path in shown if Path(path).is_relative_to(tmp_path)}
     assert of_data == {"base_dbs", "tasks/a_1/specs.json", "tasks/a_1/dbs"}
     assert str(Path(sys.prefix).resolve()) in shown
@@ -184,7 +184,7 @@ def test_packages_of_another_environment_are_shown_and_other_folders_of_the_path
 ) -> None:
     packages = tmp_path / "other" / "site-packages"
     monkeypatch.setattr(sys, "path", [*sys.path, str(packages), str(tmp_path / "repository")])
-    shown = readable_in_place(JailSpec(**jail("landlock", tmp_path).__dict__ | {"data": ""}), [])
+    shown = landlock_readable(JailSpec(**jail("landlock", tmp_path).__dict__ | {"data": ""}), [])
     assert str(packages) in shown
     assert str(tmp_path / "repository") not in shown
 

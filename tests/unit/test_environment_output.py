@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.environments.appworld.engine import BoundedText, cut_to_bytes, cut_with_mark, plain_text
+from draco_ray.environments.appworld.process_roles import BoundedText, cut_to_bytes, escape_surrogates, truncate
 
 TEXT = st.text(st.characters(exclude_categories=()), max_size=60)
 
@@ -15,7 +15,7 @@ def test_captured_text_is_bounded_and_marked(pieces: list[str], limit: int) -> N
     captured = BoundedText(limit)
     for piece in pieces:
         assert captured.write(piece) == len(piece)
-    whole = plain_text("".join(pieces))
+    whole = escape_surrogates("".join(pieces))
     if len(whole.encode()) <= limit:
         assert captured.getvalue() == whole
     else:
@@ -35,12 +35,12 @@ def test_cutting_keeps_whole_characters(text: str, limit: int) -> None:
 
 
 def test_a_message_is_cut_with_a_mark() -> None:
-    assert cut_with_mark("é" * 50, 100) == "é" * 50
-    assert cut_with_mark("é" * 500, 100) == "é" * 50 + "\n[output cut at 100 bytes]\n"
+    assert truncate("é" * 50, 100) == "é" * 50
+    assert truncate("é" * 500, 100) == "é" * 50 + "\n[output cut at 100 bytes]\n"
     # What was captured and marked already is left alone.
     captured = BoundedText(100)
     captured.write("é" * 500)
-    assert cut_with_mark(captured.getvalue(), 100) == captured.getvalue()
+    assert truncate(captured.getvalue(), 100) == captured.getvalue()
 
 
 def test_a_limit_inside_the_first_character() -> None:

@@ -12,7 +12,7 @@ from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, JudgeUnavailable
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.lab.evaluation.api_policy import ChatPolicy
-from draco_ray.lab.evaluation.evaluate import turn_tokens
+from draco_ray.lab.evaluation.evaluate import max_tokens_per_turn
 from draco_ray.records import EpisodeEnd, Task, Trajectory, Usage
 from draco_ray.rollout.agent import RolloutRequest, agent_template
 from draco_ray.rollout.turn_agent import CodeAgent
@@ -91,7 +91,7 @@ async def play(
 def test_an_api_model_may_write_what_the_response_holds_as_far_as_it_goes(
     model: str, configured: int | None, expected: int
 ) -> None:
-    assert turn_tokens(model, AgentConfig(max_turn_tokens=configured)) == expected
+    assert max_tokens_per_turn(model, AgentConfig(max_turn_tokens=configured)) == expected
 
 
 async def test_an_episode_ends_when_a_turn_has_no_code_and_its_turns_are_told_in_order() -> None:

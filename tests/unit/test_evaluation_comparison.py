@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.measures import difference, holm, permutation_p_value, rate, turns
+from draco_ray.lab.evaluation.measures import difference, holm, pass_k_measure, permutation_p_value, turns
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
 from tests.support.evaluations import scenario_of
 
@@ -109,12 +109,14 @@ def evaluated(seed: int, chance: float, *, scenarios: int = 20, lost: float = 0.
 
 
 def test_the_difference_is_of_means_and_needs_the_same_tasks() -> None:
-    one, other = (rate([[evaluated(seed, chance)]], 3, scenarios=True) for seed, chance in ((1, 0.8), (2, 0.5)))
+    one, other = (
+        pass_k_measure([[evaluated(seed, chance)]], 3, scenarios=True) for seed, chance in ((1, 0.8), (2, 0.5))
+    )
     interval, p_value = difference(one, other)
     assert interval.mean == pytest.approx(one.mean - other.mean)
     assert 0 < interval.low <= interval.mean <= interval.high
     assert p_value < 0.01
-    fewer = rate([[evaluated(2, 0.5, scenarios=19)]], 3, scenarios=True)
+    fewer = pass_k_measure([[evaluated(2, 0.5, scenarios=19)]], 3, scenarios=True)
     with pytest.raises(ValueError, match="3 tasks are in only one of the two"):
         difference(one, fewer)
 
@@ -122,17 +124,17 @@ def test_the_difference_is_of_means_and_needs_the_same_tasks() -> None:
 def test_lost_rollouts_bound_a_rate_and_cannot_make_a_difference() -> None:
     """Two equal policies, one of which lost a fifth of its rollouts: as failures they would be significant."""
     whole, short = ([[evaluated(seed, 0.6, lost=lost)]] for seed, lost in ((1, 0.0), (2, 0.2)))
-    one, other = (rate(seeds, 3, scenarios=True) for seeds in (whole, short))
+    one, other = (pass_k_measure(seeds, 3, scenarios=True) for seeds in (whole, short))
     assert other.at_worst.mean < 0.53 < 0.6 < other.at_best.mean
     bounds = other.interval()
     assert bounds.low < other.at_worst.mean < other.at_best.mean < bounds.high
-    hidden = rate([[[replace(each, failures=()) for each in short[0][0]]]], 3, scenarios=True)
+    hidden = pass_k_measure([[[replace(each, failures=()) for each in short[0][0]]]], 3, scenarios=True)
     assert difference(one, hidden)[1] < 0.02
     interval, p_value = difference(one, other)
     assert p_value == 1.0
     assert interval.low < 0 < interval.high
     # A difference that no loss explains stays one, and its p is the worst there could be.
-    better = rate([[evaluated(3, 1.0)]], 3, scenarios=True)
+    better = pass_k_measure([[evaluated(3, 1.0)]], 3, scenarios=True)
     assert difference(better, hidden)[1] <= difference(better, other)[1] < 0.05
 
 
@@ -141,14 +143,14 @@ def test_several_seeds_need_more_than_one_lucky_seed() -> None:
     base = [[evaluated(seed, 0.5)] for seed in (1, 2, 3)]
     steady = [[evaluated(seed, 0.7)] for seed in (4, 5, 6)]
     lucky = [[evaluated(seed, chance)] for seed, chance in ((7, 1.0), (8, 0.55), (9, 0.55))]
-    other, one, mixed = (rate(seeds, 3, scenarios=True) for seeds in (base, steady, lucky))
+    other, one, mixed = (pass_k_measure(seeds, 3, scenarios=True) for seeds in (base, steady, lucky))
     assert mixed.mean > one.mean > other.mean + 0.1
     assert difference(one, other)[1] < 0.05
     interval, p_value = difference(mixed, other)
     assert p_value > 0.1
     assert interval.low < 0
-    pooled = rate([[each for seed in lucky for each in seed]], 3, scenarios=True)
-    assert difference(pooled, rate([[each for seed in base for each in seed]], 3, scenarios=True))[1] < 0.001
+    pooled = pass_k_measure([[each for seed in lucky for each in seed]], 3, scenarios=True)
+    assert difference(pooled, pass_k_measure([[each for seed in base for each in seed]], 3, scenarios=True))[1] < 0.001
 
 
 def test_turns_are_compared_on_tasks_that_both_played() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.measures import estimates, mean_by_key, pass_at_k, pass_hat_k
+from draco_ray.lab.evaluation.measures import mean_by_key, pass_at_k, pass_hat_k, pass_k_by_task
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 from tests.support.evaluations import scenario_of
@@ -75,7 +75,10 @@ def test_impossible_counts_are_refused(c: int, n: int, k: int) -> None:
 @given(tables, st.integers(1, RUNS))
 def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], k: int) -> None:
     subsets = list(combinations(range(RUNS), k))
-    tasks, scenarios = estimates(evaluations(table), RUNS, k), estimates(evaluations(table), RUNS, k, whole=True)
+    tasks, scenarios = (
+        pass_k_by_task(evaluations(table), RUNS, k),
+        pass_k_by_task(evaluations(table), RUNS, k, whole=True),
+    )
     for task, outcomes in table.items():
         expected = np.mean([all(outcomes[run] for run in subset) for subset in subsets])
         assert tasks[task] == pytest.approx(expected)
@@ -90,11 +93,11 @@ def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], 
 @given(tables)
 def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
     listed = evaluations(table)
-    assert np.mean(list(estimates(listed, RUNS, 1).values())) == pytest.approx(task_goal_completion(listed))
-    assert np.mean(list(estimates(listed, RUNS, 1, whole=True).values())) == pytest.approx(
+    assert np.mean(list(pass_k_by_task(listed, RUNS, 1).values())) == pytest.approx(task_goal_completion(listed))
+    assert np.mean(list(pass_k_by_task(listed, RUNS, 1, whole=True).values())) == pytest.approx(
         scenario_goal_completion(listed)
     )
-    assert estimates(listed, RUNS, 1) == estimates(listed, RUNS, 1, pass_at_k)
+    assert pass_k_by_task(listed, RUNS, 1) == pass_k_by_task(listed, RUNS, 1, pass_at_k)
 
 
 @fuzz
@@ -102,20 +105,20 @@ def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
 def test_consistency_falls_and_discovery_rises_with_k(table: dict[str, list[bool]], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, RUNS - 1))
     for whole in (False, True):
-        for key, value in estimates(evaluations(table), RUNS, k, whole=whole).items():
-            assert estimates(evaluations(table), RUNS, k + 1, whole=whole)[key] <= value + 1e-12
-        for key, value in estimates(evaluations(table), RUNS, k, pass_at_k, whole=whole).items():
-            assert estimates(evaluations(table), RUNS, k + 1, pass_at_k, whole=whole)[key] >= value - 1e-12
+        for key, value in pass_k_by_task(evaluations(table), RUNS, k, whole=whole).items():
+            assert pass_k_by_task(evaluations(table), RUNS, k + 1, whole=whole)[key] <= value + 1e-12
+        for key, value in pass_k_by_task(evaluations(table), RUNS, k, pass_at_k, whole=whole).items():
+            assert pass_k_by_task(evaluations(table), RUNS, k + 1, pass_at_k, whole=whole)[key] >= value - 1e-12
 
 
 def test_a_missing_run_is_a_failure_and_a_doubled_one_an_error() -> None:
     listed = [evaluation("a_1", 0, True), evaluation("a_1", 2, True)]
-    assert estimates(listed, RUNS, 1) == {"a_1": pytest.approx(2 / 3)}
-    assert estimates(listed, RUNS, 3) == {"a_1": 0.0}
+    assert pass_k_by_task(listed, RUNS, 1) == {"a_1": pytest.approx(2 / 3)}
+    assert pass_k_by_task(listed, RUNS, 3) == {"a_1": 0.0}
     with pytest.raises(ValueError, match="a_1: run 2"):
-        estimates([*listed, listed[1]], RUNS, 1)
+        pass_k_by_task([*listed, listed[1]], RUNS, 1)
     with pytest.raises(ValueError, match="a_1: run 2"):
-        estimates(listed, 2, 1)
+        pass_k_by_task(listed, 2, 1)
 
 
 def test_measurements_of_several_seeds_are_averaged_by_task() -> None:

@@ -15,15 +15,15 @@ from draco_ray.commands.evaluate import EvaluateOptions, find_policy_and_config
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.policies import (
-    deciding_settings,
     every_checkpoint,
     find_policy,
     last_epochs,
     load_adapter,
     lora_rank,
+    outcome_settings,
 )
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.terminal import plain
+from draco_ray.terminal import escape_control
 from draco_ray.training.resume import adopt_tasks
 from draco_ray.training.trainer import OrderRules, TaskOrder
 
@@ -148,13 +148,13 @@ def test_the_curve_begins_untrained_and_ends_with_the_last(tmp_path: Path) -> No
 def test_other_weights_are_another_evaluation_but_other_slots_are_not(tmp_path: Path) -> None:
     policy = find_policy(str(a_run(tmp_path / "run", [1])), tmp_path)
     config = load_config("sandbox")
-    before = deciding_settings(config, policy)
-    assert deciding_settings(load_config("sandbox", ["environment.slots=3", "ray.dashboard=false"]), policy) == before
-    assert deciding_settings(load_config("sandbox", ["agent.max_turns=3"]), policy) != before
+    before = outcome_settings(config, policy)
+    assert outcome_settings(load_config("sandbox", ["environment.slots=3", "ray.dashboard=false"]), policy) == before
+    assert outcome_settings(load_config("sandbox", ["agent.max_turns=3"]), policy) != before
     adapter = policy.checkpoints[0].adapter
     assert adapter is not None
     save_file({"a.lora_B.weight": np.ones((2, 4), dtype=np.float32) / 2}, adapter / "adapter_model.safetensors")
-    assert deciding_settings(config, policy) != before
+    assert outcome_settings(config, policy) != before
 
 
 @pytest.mark.parametrize("name", ["x" * 300, f"{'x' * 300}/y", "a\nb", "a\x00b"])
@@ -166,4 +166,4 @@ def test_a_policy_that_no_path_can_be_is_one_line(
     with pytest.raises(SystemExit, match="[12]"):
         main(words)
     (line,) = capsys.readouterr().err.splitlines()
-    assert plain(name.splitlines()[0])[:200] in line
+    assert escape_control(name.splitlines()[0])[:200] in line

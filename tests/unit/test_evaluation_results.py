@@ -11,7 +11,7 @@ from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.records import EpisodeEnd, Usage
 from tests.support.evaluations import a_plan, a_result, write_evaluation
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 
 
 def test_finished_rollouts_are_read_back_and_not_asked_for_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.commands.eval_set import evaluate_set, parse_set, planned_evaluations, read_set
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+from draco_ray.lab.evaluation.rendering import ShownUncertainty, TableFormat
 
 FILE = """
 runs: 2
@@ -72,7 +72,12 @@ def test_a_set_that_cannot_be_used_is_one_line(tree: dict[str, Any], said: str) 
 def test_a_file_that_is_missing_and_an_unknown_baseline_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "set.yaml"
     file.write_text("settings: {a: starter}\nsplits: dev\n", encoding="utf-8")
-    options: dict[str, Any] = {"form": TableFormat.TEXT, "show": Shown.INTERVAL, "retry_errors": False, "trust": False}
+    options: dict[str, Any] = {
+        "form": TableFormat.TEXT,
+        "show": ShownUncertainty.INTERVAL,
+        "retry_errors": False,
+        "trust": False,
+    }
     for asked, against, said in (
         (tmp_path / "none.yaml", None, "none.yaml: cannot be read: [Errno 2] No such file"),
         (file, "b", "--against 'b': expected one of a"),

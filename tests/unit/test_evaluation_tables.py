@@ -16,7 +16,7 @@ import pytest
 from draco_ray.commands.evaluate import curve_table, print_tables
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.measures import holm
-from draco_ray.lab.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
+from draco_ray.lab.evaluation.rendering import Cell, Column, ShownUncertainty, Table, TableFormat, best_rows, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory, protocol_differences
 from draco_ray.lab.evaluation.tables import (
     TABLES,
@@ -122,7 +122,7 @@ def test_the_other_tables_say_turns_difficulty_and_cost(directories: list[str]) 
     assert per_task.mean == pytest.approx(0.25)
     for make in TABLES.values():
         for form in TableFormat:
-            for spread in Shown:
+            for spread in ShownUncertainty:
                 assert render(make(settings), form, spread).endswith("\n")
 
 
@@ -134,7 +134,7 @@ def test_text_aligns_and_says_an_outer_header_once() -> None:
     assert lines[5].split() == ["Base_1", "61.2", "-", "9.0"]
     assert lines[6].split() == ["DRACO", "61.2", "1,234.5", "8.5"]
     assert len(lines[3]) == len(lines[5]) == len(lines[6])
-    shown = render(SMALL, TableFormat.TEXT, Shown.INTERVAL)
+    shown = render(SMALL, TableFormat.TEXT, ShownUncertainty.INTERVAL)
     assert "61.2 [50.0, 70.2]" in shown
     assert "95 % interval over scenarios" in shown
 
@@ -143,7 +143,7 @@ def test_markdown_marks_the_best_and_ties_are_both_best() -> None:
     assert best_rows(SMALL, 0) == {0, 1}
     assert best_rows(SMALL, 1) == set()
     assert best_rows(SMALL, 2) == {1}
-    text = render(SMALL, TableFormat.MARKDOWN, Shown.STD)
+    text = render(SMALL, TableFormat.MARKDOWN, ShownUncertainty.STD)
     assert "| Base_1 | **61.2 ±1.1** | - | 9.0 |" in text
     assert "| DRACO | **61.2** | 1,234.5 | **8.5 ±0.5** |" in text
 
@@ -157,7 +157,7 @@ def test_csv_has_every_number_unrounded() -> None:
 
 
 def test_latex_is_escaped_and_spans_headers() -> None:
-    text = render(SMALL, TableFormat.LATEX, Shown.STD)
+    text = render(SMALL, TableFormat.LATEX, ShownUncertainty.STD)
     assert r"\multicolumn{2}{c}{TN}" in text
     assert r"\cmidrule(lr){2-3}" in text
     assert r"Base\_1 & \textbf{61.2}$_{\pm 1.1}$ & -- & 9.0 \\" in text
@@ -191,7 +191,7 @@ def test_every_row_of_every_latex_table_has_as_many_cells_as_its_tabular(directo
     made = [make(settings) for make in TABLES.values()]
     widest = 0
     for table in [*made, comparison_table(compare(read_settings(directories), "Base"))]:
-        for shown in Shown:
+        for shown in ShownUncertainty:
             text = render(table, TableFormat.LATEX, shown)
             (columns,) = re.findall(r"\\begin\{tabular\}\{(l?c+)\}", text)
             widest = max(widest, len(columns))
@@ -239,7 +239,7 @@ def test_latex_is_scaled_to_the_page_and_its_braces_close(directories: list[str]
     """A table of two benchmarks with intervals is three pages wide."""
     wide = main_table(read_settings(directories))
     for table in (wide, SMALL):
-        text = render(table, TableFormat.LATEX, Shown.INTERVAL)
+        text = render(table, TableFormat.LATEX, ShownUncertainty.INTERVAL)
         before, inside, after = re.split(r"\\begin\{tabular\}|\\end\{tabular\}", text)
         assert [name in before for name in (r"\textwidth", r"\textheight")] == [True, True]
         assert before.count(r"\resizebox") == 2
@@ -282,7 +282,7 @@ def test_rows_stand_in_blocks_each_with_its_own_best() -> None:
     assert "\\midrule\n\\multicolumn{3}{l}{\\texttt{Qwen\\_2.5}} \\\\\nBase & 35.7 & \\textbf{16.4} \\\\" in latex
     assert latex.count(r"\midrule") == 2
     assert r"\caption{$p^k$ of 2 models." in latex
-    spread = render(replace(SMALL, title="pass^k is p^k"), TableFormat.LATEX, Shown.STD)
+    spread = render(replace(SMALL, title="pass^k is p^k"), TableFormat.LATEX, ShownUncertainty.STD)
     assert r"\caption{$\mathrm{pass}^k$ is $p^k$. A note. $\pm$: sample" in spread
     assert "Block" not in render(SMALL, TableFormat.CSV)
 
@@ -615,12 +615,16 @@ def test_directories_that_cannot_be_a_table_are_refused(tmp_path: Path) -> None:
 
 def test_tables_are_written_in_every_format(directories: list[str], tmp_path: Path) -> None:
     out = tmp_path / "tables"
-    print_tables(directories[:2], tables=["main"], form=TableFormat.TEXT, shown=Shown.STD, against="Base", out=out)
+    print_tables(
+        directories[:2], tables=["main"], form=TableFormat.TEXT, shown=ShownUncertainty.STD, against="Base", out=out
+    )
     assert {path.name for path in out.iterdir()} == {
         f"{name}.{suffix}" for name in ("main", "comparison") for suffix in ("txt", "md", "csv", "tex")
     }
     with pytest.raises(ConfigError, match="--table 'mean'|--table mean"):
-        print_tables(directories, tables=["mean"], form=TableFormat.TEXT, shown=Shown.STD, against=None, out=None)
+        print_tables(
+            directories, tables=["mean"], form=TableFormat.TEXT, shown=ShownUncertainty.STD, against=None, out=None
+        )
 
 
 def test_a_curve_has_a_row_a_checkpoint(tmp_path: Path) -> None:

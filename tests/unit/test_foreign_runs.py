@@ -11,7 +11,7 @@ import pytest
 
 from draco_ray.cli import main
 from draco_ray.config.keys import dotted_keys
-from draco_ray.config.load import confirmed_keys, dump_config, load_config
+from draco_ray.config.load import dump_config, keys_needing_confirmation, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs import rows
@@ -132,7 +132,7 @@ def test_an_argument_of_vllm_of_ones_own_does_not_vouch_for_theirs(
 
 
 def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confirmed() -> None:
-    confirmed = confirmed_keys().keys()
+    confirmed = keys_needing_confirmation().keys()
     assert set(NAMED) < confirmed
     telling = (
         "python",

@@ -9,7 +9,7 @@ from pathlib import Path
 from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Criterion, ScoredCriterion, Verdict
-from draco_ray.sandbox.function_calls import in_code
+from draco_ray.sandbox.function_calls import calls_as_code
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.case import Finding
 from draco_ray.sandbox.rule_judge.reading import Run, Step
@@ -41,7 +41,7 @@ def find(key: str, run: Run) -> Finding:
 
 
 def test_arguments_that_a_result_held_come_from_it() -> None:
-    assert [(step.number, step.code) for step in in_code(played()).steps] == [
+    assert [(step.number, step.code) for step in calls_as_code(played()).steps] == [
         (1, "result_1 = apis.supervisor.show_account_passwords()"),
         (2, "result_2 = apis.spotify.login(username='me@example.com', password=result_1['password'])"),
         (3, "result_3 = apis.spotify.show_song_library(access_token=result_2['access_token'], page_index=0)"),
@@ -54,7 +54,7 @@ def test_arguments_that_a_result_held_come_from_it() -> None:
 def test_messages_are_no_code_and_bear_the_blame_where_there_is_no_call() -> None:
     said = Step(number=5, code="complete_task(", output=None, message=True)
     spoken = replace(played(), steps=(*played().steps, said))
-    assert in_code(spoken) == in_code(played())
+    assert calls_as_code(spoken) == calls_as_code(played())
     assert find("errors", spoken).verdict is Verdict.PASS
     only = find("errors", Run(steps=(replace(said, number=1),)))
     assert (only.verdict, only.steps) == (Verdict.FAIL, (1,))
@@ -69,7 +69,9 @@ def test_what_goes_wrong_is_found_at_its_step() -> None:
 
 def test_several_calls_of_a_step_have_their_own_results() -> None:
     both = call("supervisor__show_account_passwords") + "\n" + call("spotify__login", username="a", password="b")
-    run = in_code(run_of((both, f"(1) supervisor__show_account_passwords: {ACCOUNTS}\n(2) spotify__login: {REFUSED}")))
+    run = calls_as_code(
+        run_of((both, f"(1) supervisor__show_account_passwords: {ACCOUNTS}\n(2) spotify__login: {REFUSED}"))
+    )
     assert [(step.number, step.output) for step in run.steps] == [
         (1, ACCOUNTS),
         (1, 'Execution failed. Traceback:\nException: Response status code is 401:\n{"message":"Invalid credentials"}'),
@@ -89,7 +91,7 @@ def test_what_is_no_call_stays_as_it_is() -> None:
         "<tool_call>\n" + "{" * 100_000 + "}\n</tool_call>",
     ]
     run = run_of(*((action, "-") for action in odd))
-    assert in_code(run) == run
+    assert calls_as_code(run) == run
 
 
 def test_code_that_imitates_a_call_has_failed() -> None:

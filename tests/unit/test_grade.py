@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from draco_ray.cli import main
-from draco_ray.commands.grade import by_criterion, difference, read_lines
+from draco_ray.commands.grade import baseline_difference, criterion_table, read_lines
 from draco_ray.commands.printing import with_interval
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.pass_share import pass_share
@@ -50,7 +50,7 @@ def test_tasks_count_alike_and_criteria_that_do_not_apply_count_nowhere() -> Non
     assert (share.mean, share.clusters) == (0.25, 2)
     table = Console(width=80)
     with table.capture() as shown:
-        table.print(by_criterion(lines))
+        table.print(criterion_table(lines))
     rows = [row.split("│") for row in shown.get().splitlines() if "%" in row]
     assert [(title.strip(), shared.strip()) for _, title, shared, *_ in rows] == [
         ("Looks first", "33%"),
@@ -125,9 +125,9 @@ def test_a_printed_zero_has_no_sign(value: float | None, written: str) -> None:
 def test_a_worse_judgement_is_below_its_baseline() -> None:
     good = [line(f"task {n}", "PASS", "PASS") for n in range(30)]
     bad = [line(f"task {n}", "FAIL", "PASS" if n % 2 else "FAIL") for n in range(30)]
-    change = difference(bad, good)
+    change = baseline_difference(bad, good)
     assert (change.mean, change.high < 0) == (-0.75, True)
-    assert difference(good, [*good, line("only there", "FAIL", "FAIL")]).mean == 0.0
+    assert baseline_difference(good, [*good, line("only there", "FAIL", "FAIL")]).mean == 0.0
 
 
 def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(
@@ -216,12 +216,12 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     good = [line("a", "PASS", "PASS")]
     renamed = [{**good[0], "verdicts": [{"title": "Another", "verdict": "PASS"}] * 2}]
     with pytest.raises(ConfigError, match="judged by another rubric"):
-        difference(good, renamed)
+        baseline_difference(good, renamed)
     with pytest.raises(ConfigError, match="no task in common"):
-        difference(good, [line("b", "PASS", "PASS")])
+        baseline_difference(good, [line("b", "PASS", "PASS")])
     with pytest.raises(ConfigError, match="none with a pass share"):
-        difference(good, [line("a", "NOT_APPLICABLE", "NOT_APPLICABLE")])
+        baseline_difference(good, [line("a", "NOT_APPLICABLE", "NOT_APPLICABLE")])
     with pytest.raises(ConfigError, match="none of its traces was judged"):
-        difference(good, [{**good[0], "pass_share": None, "verdicts": []}])
+        baseline_difference(good, [{**good[0], "pass_share": None, "verdicts": []}])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_lines(tmp_path / "nowhere.jsonl")

@@ -20,10 +20,10 @@ from draco_ray.errors import ClusterError, EngineError
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import cluster as head_module
 from draco_ray.training import run as run_module
-from draco_ray.training.cluster import head_answers, head_failure, unless_gone
+from draco_ray.training.cluster import head_answers, stop_unless_head_lost, wait_for_head_failure
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import TaskOrder
-from draco_ray.training.watchdog import unless_lost
+from draco_ray.training.watchdog import cancel_on_loss
 
 
 async def test_a_head_that_answers_is_there_and_one_that_does_not_is_gone() -> None:
@@ -39,7 +39,7 @@ async def test_a_head_that_answers_is_there_and_one_that_does_not_is_gone() -> N
 
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    watch = asyncio.create_task(head_failure(f"127.0.0.1:{port}", look=0.01, gone=0.05))
+    watch = asyncio.create_task(wait_for_head_failure(f"127.0.0.1:{port}", look=0.01, gone=0.05))
     await looked.wait()
     assert not watch.done()
     server.close()
@@ -57,7 +57,7 @@ async def test_a_head_that_comes_back_in_time_was_never_gone() -> None:
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
     # Far more looks than the test lasts.
-    watch = asyncio.create_task(head_failure(f"127.0.0.1:{port}", look=0.01, gone=600))
+    watch = asyncio.create_task(wait_for_head_failure(f"127.0.0.1:{port}", look=0.01, gone=600))
     await seen.wait()
     server.close()
     await server.wait_closed()
@@ -98,7 +98,7 @@ async def test_a_head_that_is_stopped_does_not_answer_although_it_takes_connecti
     listening.send_signal(signal.SIGSTOP)
     assert not await head_answers(address, 0.5)
     with pytest.raises(ClusterError, match=f"head at {address} has not answered for 0.1 s"):
-        await head_failure(address, look=0.02, gone=0.1)
+        await wait_for_head_failure(address, look=0.02, gone=0.1)
     listening.send_signal(signal.SIGCONT)
     assert await head_answers(address, 60)
 
@@ -141,7 +141,7 @@ async def test_the_first_loss_ends_the_work() -> None:
         raise EngineError("lost")
 
     with pytest.raises(EngineError, match="lost"):
-        await unless_lost(work(), never(), lost())
+        await cancel_on_loss(work(), never(), lost())
     assert ended == ["work"]
 
 
@@ -152,13 +152,13 @@ async def test_work_that_ends_is_not_waited_for_by_what_watches_it() -> None:
     async def never() -> None:
         await asyncio.Event().wait()
 
-    await unless_lost(work(), never(), never())
+    await cancel_on_loss(work(), never(), never())
 
     async def fails() -> None:
         raise ValueError("its own")
 
     with pytest.raises(ValueError, match="its own"):
-        await unless_lost(fails(), never())
+        await cancel_on_loss(fails(), never())
 
 
 async def test_actors_of_a_head_that_is_gone_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +173,10 @@ async def test_actors_of_a_head_that_is_gone_are_not_waited_for(monkeypatch: pyt
     async def stop() -> None:
         stopped.append("stopped")
 
-    await unless_gone(stop)
+    await stop_unless_head_lost(stop)
     server.close()
     await server.wait_closed()
-    await unless_gone(stop)
+    await stop_unless_head_lost(stop)
     assert stopped == ["stopped"]
 
 
@@ -198,7 +198,7 @@ async def test_a_head_that_is_gone_while_a_run_starts_ends_it(tmp_path: Path, mo
         raise ClusterError("the Ray cluster's head at 127.0.0.1:1 has not answered for 30 s")
 
     monkeypatch.setattr(run_module, "training_session", session)
-    monkeypatch.setattr(run_module, "head_failure", gone)
+    monkeypatch.setattr(run_module, "wait_for_head_failure", gone)
     config = load_config(None, ["train.steps=1"])
     order = TaskOrder(["a_1"], 1, 0)
     run = RunDirectory.create(tmp_path / "run", "")

@@ -18,7 +18,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from draco_ray.training import checks, held_out, session
 from draco_ray.training import run as driver
-from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
+from draco_ray.training.held_out import HeldOutEvaluator, HeldOutJudgeEvaluator
 from tests.support.evaluations import a_result
 
 
@@ -29,8 +29,8 @@ def about(said: StringIO) -> tuple[Any, ...]:
 
 def test_a_rate_before_and_after_is_that_of_the_tasks_that_were_played_both_times() -> None:
     said = StringIO()
-    judged = JudgedBeforeAfter(*about(said), prompts=lambda tasks: {}, static=())
-    evaluated = BeforeAfter(*about(said))
+    judged = HeldOutJudgeEvaluator(*about(said), prompts=lambda tasks: {}, static=())
+    evaluated = HeldOutEvaluator(*about(said))
     before, after = {"a": True, "b": False}, {"b": True, "c": False, "d": False}
 
     def report(last: dict[str, bool]) -> None:
@@ -62,8 +62,8 @@ async def test_what_was_judged_of_a_policy_that_is_gone_stays_when_other_tasks_a
     old, new = ([JudgedRollout(task_id=task, run=0, verdicts=(1,))] for task in ("a", "b"))
     environment = SimpleNamespace(tasks=lambda split: ["b"], task=lambda name: SimpleNamespace(task_id=name))
     monkeypatch.setattr(held_out, "make_environment", lambda *_: environment)
-    monkeypatch.setattr(JudgedBeforeAfter, "_judge", asked)
-    judged = JudgedBeforeAfter(*about(StringIO()), prompts=lambda tasks: {}, static=())
+    monkeypatch.setattr(HeldOutJudgeEvaluator, "_judge", asked)
+    judged = HeldOutJudgeEvaluator(*about(StringIO()), prompts=lambda tasks: {}, static=())
     split = load_config("sandbox").data.eval_split
     monkeypatch.setattr(held_out, "read_judged", lambda run: {(0, split): old})
     assert await judged.measure(0, 3) == old
@@ -97,9 +97,9 @@ def test_a_split_without_a_task_is_refused_and_not_measured_as_zero(monkeypatch:
     config = load_config("sandbox")
     monkeypatch.setattr(checks, "with_environment", lambda config: (config, environment))
     with pytest.raises(ConfigError, match=rf"data.eval_split={config.data.eval_split}: .* has no task in it"):
-        checks.check_environment(checks.Start(config, Console(quiet=True)))
+        checks.check_environment(checks.CheckContext(config, Console(quiet=True)))
     untested = config.updated(train={"evaluate_before_after": False})
-    checks.check_environment(checks.Start(untested, Console(quiet=True)))
+    checks.check_environment(checks.CheckContext(untested, Console(quiet=True)))
 
 
 def test_held_out_tasks_that_lose_the_beginning_of_their_prompt_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:

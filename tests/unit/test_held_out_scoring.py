@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from draco_ray.algorithm.drift import drift, fall
+from draco_ray.algorithm.drift import drift, pass_rate_fall
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import HeldOutJudgeConfig, JudgeConfig, WatchConfig
 from draco_ray.errors import RunStopped
-from draco_ray.judging.actors import only_self
+from draco_ray.judging.actors import is_self_judge_only
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
 from draco_ray.judging.judge import CallContext, phase_summary
@@ -239,8 +239,8 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
         JudgeConfig.model_validate(same | other)
     JudgeConfig.model_validate(same | {"held_out": {**same["held_out"], "rubric": "rubric.yaml"}})
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
-    assert only_self(both)
-    assert not only_self(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
+    assert is_self_judge_only(both)
+    assert not is_self_judge_only(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
 
 
 def flagged_at(steps: list[list[tuple[float, float]]]) -> int | None:
@@ -316,7 +316,7 @@ def fell_at(rng: np.random.Generator, share_TG: FloatArray) -> int | None:
     """The first step after which the fall is significant; the better half's three rollouts have six criteria each."""
     steps = (rng.binomial(18, share_TG) / 18).tolist()
     for step in range(1, len(steps) + 1):
-        found = fall(steps[:step])
+        found = pass_rate_fall(steps[:step])
         if found is not None and found.significant:
             return step
     return None
@@ -349,8 +349,8 @@ def test_a_fall_is_found_soon_and_where_no_group_has_a_middle_rollout() -> None:
     assert [line["fall_significant"] for line in lines] == [0, 0, 0, 1]
     assert lines[-1]["fall"] == pytest.approx(0.7)
     assert (lines[-1]["drift"], lines[-1]["held_out_rollouts"]) == (None, 16)
-    assert fall([]) is None
-    assert fall([[1.0] * 40] * 3).significant is False  # type: ignore[union-attr]
+    assert pass_rate_fall([]) is None
+    assert pass_rate_fall([[1.0] * 40] * 3).significant is False  # type: ignore[union-attr]
 
 
 SCORED = [HeldOutScores(trained=0.9, best=(0.1,), middle=0.5), HeldOutScores(trained=0.8, best=(0.9,), middle=0.5)]
@@ -376,7 +376,7 @@ def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
     lines = [{"step": 1, **held_out_metrics(SCORED * 6, [])}]
     lines.append({"step": 2, **held_out_metrics(SCORED[:1] * 24, lines)})
     assert _of_held_out([none]) == []
-    # Steps before `fall` was measured.
+    # Steps before `pass_rate_fall` was measured.
     assert len(_of_held_out([{key: value for key, value in lines[0].items() if not key.startswith("fall")}])) == 2
     rates, drifts = _of_held_out([none, *lines])
     assert "held-out judge" in str(rates.drawing)

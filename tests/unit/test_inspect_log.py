@@ -17,7 +17,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.library import judge_sync
 from draco_ray.traces.load import load_traces
 from tests.support.evaluations import a_plan, write_evaluation
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 from tests.support.measured_run import TITLES, judged_run
 from tests.support.small_run import CODE, CONFIG, HOSTILE, a_trajectory, small_run
 from tests.unit.test_traces_judging import MODEL, Canned

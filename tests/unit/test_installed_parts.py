@@ -11,7 +11,7 @@ import pytest
 from draco_ray import registry
 from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.cli import main
-from draco_ray.config.effect import check_training
+from draco_ray.config.ineffective_keys import check_training_keys
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 
@@ -72,7 +72,7 @@ def run(*words: str) -> int | str | None:
 def test_a_part_of_an_installed_package_has_a_name() -> None:
     assert type(find_rule("even")).__module__ == "draco_addon"
     assert type(find_rule("draco")).__module__.startswith("draco_ray."), "a built-in name keeps its meaning"
-    check_training(["algorithm.reliability=0.9"], load_config(None, ["algorithm.rule=even"]))
+    check_training_keys(["algorithm.reliability=0.9"], load_config(None, ["algorithm.rule=even"]))
     with pytest.raises(ConfigError, match=r"did you mean 'even'.*expected draco, draco_calibrated, even, grpo"):
         find_rule("evn")
 
@@ -113,7 +113,7 @@ def test_built_in_names_need_no_search_of_what_is_installed(monkeypatch: pytest.
     monkeypatch.setattr(registry, "entry_points", searched)
     assert run("--version") == 0
     assert run("plan", "--help") == 0
-    registry.find("algorithm.rule", "draco", RULES)
-    registry.find("algorithm.rule", "statistics:mean", RULES)
+    registry.find_component("algorithm.rule", "draco", RULES)
+    registry.find_component("algorithm.rule", "statistics:mean", RULES)
     with pytest.raises(AssertionError, match="searched"):
-        registry.find("algorithm.rule", "drako", RULES)
+        registry.find_component("algorithm.rule", "drako", RULES)

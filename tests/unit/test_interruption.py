@@ -19,12 +19,12 @@ from rich.console import Console
 
 from draco_ray import cli
 from draco_ray.config.load import load_config
-from draco_ray.interruption import ended_as_interrupted, handler_kept
+from draco_ray.interruption import handler_kept, sigterm_as_interrupt
 from draco_ray.training import run as driver
 from draco_ray.training import session
 from draco_ray.training.run import _stopping
 from draco_ray.training.trainer import TaskOrder
-from draco_ray.training.watchdog import unless_lost
+from draco_ray.training.watchdog import cancel_on_loss
 
 
 # A shell starts what a script runs behind it with SIGINT ignored.
@@ -33,7 +33,7 @@ def test_sigterm_interrupts_the_block_and_means_what_it_meant_afterwards(usual: 
     before = signal.getsignal(signal.SIGTERM)
     with handler_kept(signal.SIGINT):
         signal.signal(signal.SIGINT, usual)
-        with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+        with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt():
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGINT) is usual
     assert signal.getsignal(signal.SIGTERM) is before
@@ -48,7 +48,7 @@ def test_what_is_said_is_said_before_anything_is_tidied_up(capfd: pytest.Capture
         finally:
             before.append(capfd.readouterr().out)
 
-    with pytest.raises(KeyboardInterrupt), ended_as_interrupted("continue with: draco train --resume runs/a"):
+    with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt("continue with: draco train --resume runs/a"):
         work()
     assert before == ["continue with: draco train --resume runs/a\n"]
 
@@ -96,13 +96,13 @@ def test_sigterm_cancels_what_runs_in_an_event_loop() -> None:
 
     with handler_kept(signal.SIGINT):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+        with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt():
             asyncio.run(work())
     assert seen == ["cleaned up"]
 
 
 def test_a_handler_that_another_puts_in_its_place_goes() -> None:
-    with ended_as_interrupted():
+    with sigterm_as_interrupt():
         ours = signal.getsignal(signal.SIGTERM)
         with handler_kept(signal.SIGTERM):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -113,7 +113,7 @@ def test_another_thread_can_set_no_handlers_and_goes_on() -> None:
     done = []
 
     def run() -> None:
-        with ended_as_interrupted(), handler_kept(signal.SIGTERM):
+        with sigterm_as_interrupt(), handler_kept(signal.SIGTERM):
             done.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
@@ -136,10 +136,10 @@ def test_a_second_interrupt_ends_at_once_without_a_stack_trace(caplog: pytest.Lo
             await asyncio.wait_for(asyncio.gather(asyncio.sleep(3600), asyncio.sleep(3600)), timeout=3600)
 
     async def run() -> None:
-        await unless_lost(work(), cancelled=partial(_stopping, Console(file=said)))
+        await cancel_on_loss(work(), cancelled=partial(_stopping, Console(file=said)))
 
     # The loop's own handler, which stays behind then, goes with the command.
-    with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+    with pytest.raises(KeyboardInterrupt), sigterm_as_interrupt():
         asyncio.run(run())
     gc.collect()
     assert said.getvalue() == "stopping…\n"

@@ -16,11 +16,11 @@ from draco_ray.commands.judge import _understood, progress_line
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.endpoint import introduced
+from draco_ray.judging.endpoint import describe_judge
 from draco_ray.judging.pricing import known_price
 from draco_ray.records import Message
-from draco_ray.traces.estimate import REPLY_TOKENS, estimate
-from draco_ray.traces.library import Meter, judge_sync, plan
+from draco_ray.traces.estimate import REPLY_TOKENS, estimate_cost
+from draco_ray.traces.library import MeteredJudge, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from tests.unit.test_traces_judging import MODEL, Canned
 from tests.unit.test_traces_load import FILES
@@ -34,7 +34,7 @@ def run(*words: str) -> None:
 
 
 async def test_the_line_moves_while_nothing_comes_back() -> None:
-    meter = Meter(Canned())
+    meter = MeteredJudge(Canned())
     assert progress_line(meter, 10, 1.0, 2) == "0 of about 10 calls for 2 groups in 1 s, $0.0000 so far"
     await meter(Request(messages=(Message(role="user", content="x"),)))
     line = progress_line(meter, 10, 20.0, 2)
@@ -47,7 +47,7 @@ async def test_the_line_moves_while_nothing_comes_back() -> None:
             await held.wait()
             return await super().__call__(request)
 
-    slow = Meter(Slow())
+    slow = MeteredJudge(Slow())
     waiting = asyncio.create_task(slow(Request(messages=(Message(role="user", content="x"),))))
     await asyncio.sleep(0)
     assert ", 1 in progress, the oldest for 0s" in progress_line(slow, 10, 7200.0, 2)
@@ -64,7 +64,7 @@ def test_as_many_calls_are_announced_as_are_made(group_by: str | None) -> None:
     groups = load_traces([FILES / "openai_chat.jsonl", FILES / "otlp.jsonl"], group_by=group_by)
     settled = plan("openai/gpt-5.4")
     price = known_price(settled.config.judge, "openai/gpt-5.4")
-    guessed = estimate(groups, settled.config, settled.prompts, settled.room, price, rubric=None)
+    guessed = estimate_cost(groups, settled.config, settled.prompts, settled.room, price, rubric=None)
     canned = Canned()
     judge_sync(groups, MODEL, complete=canned)
     made = canned.phases()
@@ -73,7 +73,7 @@ def test_as_many_calls_are_announced_as_are_made(group_by: str | None) -> None:
     asked = sum(len(each.messages[0].content) for each in canned.asked) / 4
     assert asked < sum(each.input_tokens for each in guessed.values()) < 3 * asked
     assert all((each.dollars or 0) > 0 for each in guessed.values() if each.calls)
-    unpriced = estimate(groups, settled.config, settled.prompts, settled.room, None, rubric=())
+    unpriced = estimate_cost(groups, settled.config, settled.prompts, settled.room, None, rubric=())
     assert {phase for phase, each in unpriced.items() if each.calls} == {"score", "credit"}
     assert all(each.dollars is None for each in unpriced.values())
 
@@ -82,7 +82,9 @@ def test_a_pinned_rubric_costs_what_its_criteria_do() -> None:
     groups, settled = load_traces(FILES / "openai_chat.jsonl"), plan("openai/gpt-5.4", rubric="static")
     known = (groups, settled.config, settled.prompts, settled.room, None)
     assert settled.rubric is not None
-    one, all_ = (estimate(*known, rubric=each)["score"].output_tokens for each in (settled.rubric[:1], settled.rubric))
+    one, all_ = (
+        estimate_cost(*known, rubric=each)["score"].output_tokens for each in (settled.rubric[:1], settled.rubric)
+    )
     traces, written = 2, REPLY_TOKENS["score"]
     assert all_ - traces * written == len(settled.rubric) * (one - traces * written) > 0
 
@@ -160,7 +162,8 @@ def test_it_says_whom_it_will_ask(
 def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://e/v1")
     assert (
-        introduced(JudgeConfig(model="openai/m")) == "openai/m at http://e/v1 (OPENAI_BASE_URL), key in OPENAI_API_KEY"
+        describe_judge(JudgeConfig(model="openai/m"))
+        == "openai/m at http://e/v1 (OPENAI_BASE_URL), key in OPENAI_API_KEY"
     )
 
 

@@ -19,11 +19,11 @@ from draco_ray.judging.judge_context import (
     LEAST_ROOM,
     JudgeContext,
     context_problem,
-    context_tokens,
     judge_context,
-    judge_room,
-    judge_tokens,
+    judge_context_length,
+    max_judge_prompt_tokens,
     model_positions,
+    self_judge_context_length,
     uses_self_judge,
 )
 from draco_ray.judging.labels import examples_of
@@ -85,7 +85,7 @@ def test_the_union_of_six_full_rollouts_fits_into_what_is_reserved(prompts: str)
     candidates = [static[index % len(static)] for index in range(15 + 6 * 10)]
     rollouts = [full_length(rollout, config.agent) for rollout in range(config.algorithm.group_size)]
     needed = tokens(Union(prompt, candidates, rollouts).prompt(load_prompts(config.judge.prompts)))
-    room = context_tokens(config) - judge_context(config).reply
+    room = self_judge_context_length(config) - judge_context(config).reply
     assert 0.75 * room < needed < room
 
 
@@ -93,9 +93,9 @@ def test_the_union_of_six_full_rollouts_fits_into_what_is_reserved(prompts: str)
 def test_the_papers_model_has_room_for_it_and_its_engines_are_started_with_it(setting: str) -> None:
     config = load_config("qwen3.6-27b", [], setting)
     check_judge_context(config)
-    assert 6 * 24_576 < context_tokens(config) <= 262_144
+    assert 6 * 24_576 < self_judge_context_length(config) <= 262_144
     engine = engine_memory(config, model_shape(config.model.path), 80 * GIB, 2 * GIB)
-    assert engine.length == context_tokens(config)
+    assert engine.length == self_judge_context_length(config)
     assert engine.sequences >= 1
 
 
@@ -134,7 +134,7 @@ def test_a_static_rubric_needs_no_union() -> None:
     union, credit = (judge_context(load_config("qwen3.6-27b", [], setting)) for setting in ("draco", "static-credit"))
     assert credit.tokens < union.tokens / 2
     own = load_config("qwen3.6-27b", ["judge.self_judge.enabled=true"], "static-credit")
-    assert context_tokens(own) == credit.tokens
+    assert self_judge_context_length(own) == credit.tokens
     # One rollout of such a model can be judged by itself where six cannot.
     assert context_problem(own, 131_072) is None
     assert context_problem(load_config("qwen3.6-27b", [], "self-judge"), 131_072) is not None
@@ -255,13 +255,13 @@ def test_how_much_a_judge_of_ones_own_reads(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "model" / "config.json").write_text('{"max_position_embeddings": 4096}')
     monkeypatch.setenv("HOME", str(tmp_path))
     local = JudgeConfig.model_validate({"model": "hosted_vllm/~/model", "local": {"enabled": True}})
-    assert judge_tokens(local) == 4096
-    assert judge_tokens(local.model_copy(update={"context_tokens": 3000})) == 3000
+    assert judge_context_length(local) == 4096
+    assert judge_context_length(local.model_copy(update={"context_tokens": 3000})) == 3000
     shorter = local.local.model_copy(update={"context_tokens": 2048})
-    assert judge_tokens(local.model_copy(update={"local": shorter})) == 2048
+    assert judge_context_length(local.model_copy(update={"local": shorter})) == 2048
     # The policy's engines have room for what a run shows: nothing is cut by what its name would say.
     own = JudgeConfig.model_validate({"model": "openai/gpt-4o", "self_judge": {"enabled": True}})
-    assert judge_tokens(own) is None
+    assert judge_context_length(own) is None
     assert model_positions("somebody/else", tmp_path / "model" / "config.json") == 4096
     (tmp_path / "model" / "config.json").write_bytes(b"\xff")
     assert model_positions("~/model") is None
@@ -270,11 +270,11 @@ def test_how_much_a_judge_of_ones_own_reads(tmp_path: Path, monkeypatch: pytest.
 def test_a_prompt_has_the_room_that_a_reply_and_a_quoted_one_leave_in_the_shortest_context() -> None:
     """20,000 characters for each refused reply that may be quoted, at 3 a token."""
     config = JudgeConfig(model="openai/no-such", context_tokens=30_000, max_tokens=1_000, reasks=0)
-    assert judge_room(config) == 29_000
-    assert judge_room(config.model_copy(update={"reasks": 2})) == 29_000 - 2 * 6_667
-    assert judge_room(config.model_copy(update={"context_tokens": 1_000 + LEAST_ROOM - 1})) == LEAST_ROOM
+    assert max_judge_prompt_tokens(config) == 29_000
+    assert max_judge_prompt_tokens(config.model_copy(update={"reasks": 2})) == 29_000 - 2 * 6_667
+    assert max_judge_prompt_tokens(config.model_copy(update={"context_tokens": 1_000 + LEAST_ROOM - 1})) == LEAST_ROOM
     others = [{"model": "openai/gpt-4"}, {"model": "openai/gpt-4o", "api_base": "http://127.0.0.1:1/v1"}]
     fallbacks = JudgeConfig.model_validate({"model": "m", "fallbacks": others}).fallbacks
     # GPT-4 reads 8,192; behind an endpoint of one's own a name says nothing.
-    assert judge_room(config.model_copy(update={"fallbacks": fallbacks})) == 7_192
-    assert judge_room(config.model_copy(update={"fallbacks": fallbacks[1:]})) == 29_000
+    assert max_judge_prompt_tokens(config.model_copy(update={"fallbacks": fallbacks})) == 7_192
+    assert max_judge_prompt_tokens(config.model_copy(update={"fallbacks": fallbacks[1:]})) == 29_000

@@ -15,14 +15,14 @@ import pytest
 
 from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
-from draco_ray.commands.grade import annotate
+from draco_ray.commands.grade import write_github_annotations
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable, StoreError
 from draco_ray.judging import file_judge
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
-from draco_ray.judging.panel import other
-from draco_ray.judging.reply_cache import FILE, ReplyCache, read_book
+from draco_ray.judging.panel import member_config
+from draco_ray.judging.reply_cache import FILE, ReplyCache, read_cost_ledger
 from draco_ray.judging.structured import with_tag
 from draco_ray.records import Message
 from draco_ray.traces.library import open_judge, plan
@@ -173,7 +173,7 @@ def test_other_judges_directories_are_the_same_ones_in_a_worker(monkeypatch: pyt
     config = JudgeConfig.model_validate({"jury": [{"model": "files:a"}], "held_out": {"model": "files:b"}})
     monkeypatch.chdir("/")
     assert config.held_out is not None
-    assert [other(config, each).files for each in (*config.jury, config.held_out)] == [here / "a", here / "b"]
+    assert [member_config(config, each).files for each in (*config.jury, config.held_out)] == [here / "a", here / "b"]
 
 
 def test_a_dry_run_through_files_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,7 +307,7 @@ def test_annotations_and_summaries_hold_no_command_and_no_markup(
     said = "50% done\n::set-output name=x::1 <img src=x> | cell"
     verdict = {"title": said, "verdict": "FAIL", "steps": [2], "explanation": said, "justification": ""}
     line = {"trace_id": said, "task_id": "t", "pass_share": 0.0, "source": f"{said}.jsonl:1", "error": None}
-    annotate([{**line, "verdicts": [verdict]}])
+    write_github_annotations([{**line, "verdicts": [verdict]}])
     out = capsys.readouterr().out
     assert out.count("\n") == 1
     assert "%0A%3A%3Aset-output" in out
@@ -332,14 +332,14 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
 
         assert "stay reserved" not in said()
         cache = tmp_path / "judged" / "judge_cache"
-        spent = read_book(cache).dollars
+        spent = read_cost_ledger(cache).dollars
         # A process that was killed between sending and the reply.
         with contextlib.closing(sqlite3.connect(cache / FILE)) as connection, connection:
             connection.execute("INSERT INTO requests VALUES ('killed-1', 0.25, NULL)")
         assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay reserved" in said()
-        assert read_book(cache).dollars == pytest.approx(spent + 0.25)
+        assert read_cost_ledger(cache).dollars == pytest.approx(spent + 0.25)
         assert "$0.2500 of unanswered requests now count as not billed" in said("--release")
-        assert read_book(cache).dollars == pytest.approx(spent)
+        assert read_cost_ledger(cache).dollars == pytest.approx(spent)
         assert "stay reserved" not in said()
 
 
@@ -358,7 +358,7 @@ def test_a_jury_that_cannot_answer_is_named_before_anything_is_asked(
 def test_the_requests_of_a_jury_are_limited_over_all_groups() -> None:
     settled = plan("openai/m", config={"judge": {"jury": [{"model": "openai/second"}, {"model": "openai/third"}]}})
     meter = open_judge(settled)
-    second, third = (other(settled.config.judge, each) for each in settled.config.judge.jury)
+    second, third = (member_config(settled.config.judge, each) for each in settled.config.judge.jury)
     assert meter.open_other(second) is meter.open_other(second) is not meter.open_other(third)
 
 

@@ -25,12 +25,12 @@ from draco_ray.judging.limiter import (
     WINDOW_SECONDS,
     LeaseRequest,
     Limiter,
+    LimiterQueue,
     RequestResult,
     SlidingWindow,
-    WaitingLine,
 )
-from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
-from tests.support.turns import LoopClock, outcome, turns
+from draco_ray.judging.outage import FailureKind, JudgeHealth, NextAction, OutageStatus
+from tests.support.turns import LoopClock, outcome, yield_turns
 
 
 class Clock:
@@ -275,7 +275,7 @@ def test_whatever_happens_the_books_stay_within_the_budget(requests: list[tuple[
 
 async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
-    line = WaitingLine(limiter)
+    line = LimiterQueue(limiter)
     first = await outcome(line.lease(asked(1, 1.0)))
     order: list[str] = []
 
@@ -293,17 +293,17 @@ async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Cloc
 
 
 async def test_nobody_passes_who_waits_for_money(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=1000), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=1000), clock=clock))
     await outcome(line.lease(asked(1, 0.5)))
     tasks = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.1)]
-    await turns(5)
+    await yield_turns(5)
     assert [task.done() for task in tasks] == [False, False]
     for task in tasks:
         task.cancel()
 
 
 async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 1.0)))
     waiting = [asyncio.create_task(line.lease(asked(1, 1.0))) for _ in range(3)]
     await asyncio.sleep(0)
@@ -315,7 +315,7 @@ async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
 
 
 async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 0.6)))
     waiting = [asyncio.create_task(line.lease(asked(1, 0.6))) for _ in range(3)]
     await asyncio.sleep(0)
@@ -326,7 +326,7 @@ async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> No
 
 @pytest.mark.parametrize("final", [False, True])
 async def test_where_a_refusal_ends_the_work_no_cheaper_call_is_sent_after_it(clock: Clock, final: bool) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=final)
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=final)
     first = await outcome(line.lease(asked(1, 0.6)))
     waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (0.6, 0.1)]
     await asyncio.sleep(0)
@@ -337,11 +337,11 @@ async def test_where_a_refusal_ends_the_work_no_cheaper_call_is_sent_after_it(cl
 
 
 async def test_a_call_that_can_never_fit_ends_the_work_when_the_replies_on_their_way_have_come(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=True)
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock), final=True)
     numbers = [await outcome(line.lease(asked(1, dollars))) for dollars in (0.0, 0.1)]
     waiting = [asyncio.create_task(line.lease(asked(1, dollars))) for dollars in (1.1, 0.1)]
     for number in numbers:
-        await turns(5)
+        await yield_turns(5)
         assert [task.done() for task in waiting] == [False, False]
         await line.settle(number, ended(1, 0.0))
     results = await outcome(asyncio.gather(*waiting, return_exceptions=True))
@@ -350,7 +350,7 @@ async def test_a_call_that_can_never_fit_ends_the_work_when_the_replies_on_their
 
 @pytest.mark.parametrize("ends", ["settled", "given back", "abandoned", "expired"])
 def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock, ends: str) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=600.0, clock=clock)
+    limiter = Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=6000), lease_seconds=600.0, clock=clock)
     for _ in range(3):
         number, _ = lease(limiter)
         limiter.settle(number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
@@ -382,10 +382,10 @@ def test_a_lease_that_nobody_knows_can_be_given_back_or_up(clock: Clock) -> None
 
 
 async def test_who_hands_a_lease_back_lets_the_next_one_go(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 1.0)))
     task = asyncio.create_task(line.lease(asked(1, 1.0)))
-    await turns(5)
+    await yield_turns(5)
     assert not task.done()
     await line.settle(first, UNSENT)
     assert await outcome(task) != first
@@ -393,18 +393,18 @@ async def test_who_hands_a_lease_back_lets_the_next_one_go(clock: Clock) -> None
 
 
 async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=600), clock=clock))
     assert await line.pause() is None
     for _ in range(4):
         number = await outcome(line.lease(asked(1)))
         await line.settle(number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
         clock.now += 60
-    assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
+    assert await line.pause() == OutageStatus(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
 
 
 @pytest.mark.parametrize("spent", [False, True])
 async def test_a_lease_that_comes_as_its_caller_is_cancelled_is_handed_back(clock: Clock, spent: bool) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     task = asyncio.create_task(line.lease(asked(1, 2.0 if spent else 1.0)))
     # It asks, and is answered, but has not gone on yet.
     await asyncio.sleep(0)
@@ -418,11 +418,11 @@ async def test_a_lease_that_comes_as_its_caller_is_cancelled_is_handed_back(cloc
 async def test_whoever_waits_for_time_alone_is_served_without_news(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    line, loop = WaitingLine(Limiter(JudgeLimits(), clock=clock)), LoopClock(monkeypatch)
+    line, loop = LimiterQueue(Limiter(JudgeLimits(), clock=clock)), LoopClock(monkeypatch)
     take, waits = line.limiter.lease, [math.inf, 3.0]
     monkeypatch.setattr(line.limiter, "lease", lambda asked: (None, waits.pop()) if waits else take(asked))
     task = asyncio.create_task(line.lease(asked(1)))
-    await turns(5)
+    await yield_turns(5)
     await loop.pass_(2.9)
     assert waits == [math.inf]
     await loop.pass_(0.1)
@@ -435,7 +435,7 @@ async def test_whoever_waits_for_time_alone_is_served_without_news(
 
 
 def test_a_failure_is_its_calls_own_unless_the_judge_is_down(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), clock=clock, name="run-")
+    limiter = Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=6000), clock=clock, name="run-")
     away = RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503", away=True)
 
     def fails(call: str, ended: RequestResult) -> NextAction:
@@ -458,7 +458,7 @@ def test_a_failure_is_its_calls_own_unless_the_judge_is_down(clock: Clock) -> No
 
 
 def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_request(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    limiter = Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=600), clock=clock)
     first, second, third = (lease(limiter)[0] for _ in range(3))
     assert limiter.settle(first, ended(1)) is NextAction.AGAIN
     assert limiter.settle(second, RequestResult(trouble=FailureKind.OWN, reason="too long")) is NextAction.FAIL
@@ -474,7 +474,7 @@ def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_reque
 
 
 def test_a_request_that_was_sent_before_a_pause_makes_it_no_longer(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    limiter = Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=600), clock=clock)
     early, late = lease(limiter)[0], lease(limiter)[0]
     clock.now += 10
     limiter.settle(early, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
@@ -514,7 +514,7 @@ def test_what_has_left_the_minute_is_taken_off_and_nothing_else() -> None:
 def test_a_wait_of_less_than_a_second_is_one(clock: Clock) -> None:
     by_requests = Limiter(JudgeLimits(requests_per_minute=2), clock=clock)
     by_tokens = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    paused = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+    paused = Limiter(JudgeLimits(), outage=JudgeHealth(max_seconds=600), clock=clock)
     assert all([lease(by_requests)[0], lease(by_requests)[0], lease(by_tokens, 1000)[0]])
     number, _ = lease(paused)
     clock.now += WINDOW_SECONDS - 0.5
@@ -552,7 +552,7 @@ def test_a_window_and_its_pace_in_numbers() -> None:
 
 
 async def test_a_lease_that_nobody_waits_for_is_booked_and_the_next_one_may_go(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(dollars=1.0), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(dollars=1.0), clock=clock))
     first = await outcome(line.lease(asked(1, 0.6)))
     await line.settle(first, LOST)
     assert (line.limiter.spent, line.limiter.reserved) == (0.6, 0.0)
@@ -585,13 +585,13 @@ def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
 
 
 async def test_nobody_overtakes_who_waits_for_room(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock))
+    line = LimiterQueue(Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock))
     await outcome(line.lease(asked(300)))
     clock.now += 10
     large = asyncio.create_task(line.lease(asked(950)))
-    await turns(20)
+    await yield_turns(20)
     small = asyncio.create_task(line.lease(asked(60)))
-    await turns(20)
+    await yield_turns(20)
     assert (large.done(), small.done()) == (False, False)
     clock.now += WINDOW_SECONDS
     await line.settle("wakes it", LOST)

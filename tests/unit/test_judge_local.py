@@ -20,15 +20,15 @@ from draco_ray.judging.local.server import (
     STARTS,
     VllmJudgeServer,
     reasoning_words,
-    serve_words,
+    serve_command,
 )
 from draco_ray.judging.local.servers import SILENT_SECONDS, JudgeServers
-from draco_ray.judging.panel import other
+from draco_ray.judging.panel import member_config
 from draco_ray.training.cluster import check_resources
 from draco_ray.workers import monitor
 from draco_ray.workers.monitor import ADJUST_SECONDS, PING_SECONDS, TIMEOUT_PARTS
 from tests.support.tiny_model import tiny_tokenizer
-from tests.support.turns import LoopClock, outcome, turns, until
+from tests.support.turns import LoopClock, outcome, yield_turns, yield_until
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 
@@ -91,7 +91,7 @@ class Fleet:
         for replica in self.replicas:
             if not replica.ended and isinstance(replica.found, str):
                 replica.serve()
-        await until(lambda: self.servers.workers.up == count)
+        await yield_until(lambda: self.servers.workers.up == count)
 
     @property
     def numbers(self) -> list[int]:
@@ -140,7 +140,7 @@ async def test_servers_come_with_the_calls_and_go_when_they_are_not_needed() -> 
     async with opened() as fleet:
         await fleet.up(2)
         calls = [asyncio.create_task(fleet.servers.acquire(f"g{n}")) for n in range(5)]
-        await until(lambda: fleet.numbers == [0, 1, 2])
+        await yield_until(lambda: fleet.numbers == [0, 1, 2])
         assert sum(call.done() for call in calls) == 4
         await fleet.up(3)
         leases = [await outcome(call) for call in calls]
@@ -164,7 +164,7 @@ async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_l
         others = [await fleet.servers.acquire("a") for _ in range(2)]
         assert lease.server not in [each.server for each in others]
         said = [f"judge server {broken.number} loads again (for 0 s)"]
-        await until(lambda: fleet.servers.pending() == said)
+        await yield_until(lambda: fleet.servers.pending() == said)
         broken.serve(port=9999)
         waiting = await outcome(fleet.servers.acquire("c"))
         assert waiting.server.api_base == "http://127.0.0.1:9999/v1"
@@ -174,10 +174,10 @@ async def test_one_that_is_gone_for_good_is_replaced_and_calls_wait_meanwhile() 
     async with opened(replicas=1, max_replicas=1) as fleet:
         await fleet.up(1)
         fleet.replicas[0].found = RuntimeError("the node\nis gone")
-        await until(lambda: not fleet.numbers)
+        await yield_until(lambda: not fleet.numbers)
         waiting = asyncio.create_task(fleet.servers.acquire("a"))
         fleet.now += 61
-        await until(lambda: len(fleet.replicas) == 2)
+        await yield_until(lambda: len(fleet.replicas) == 2)
         await fleet.up(1)
         assert (await outcome(waiting)).server.api_base == "http://127.0.0.1:8001/v1"
         assert fleet.replicas[0].ended
@@ -201,9 +201,9 @@ async def test_servers_that_never_come_up_are_named_with_what_they_wait_for() ->
         replica.there.clear()
     fleet.replicas[1].there.set()
     waiting = asyncio.create_task(fleet.servers.acquire("a"))
-    await turns(5)
+    await yield_turns(5)
     fleet.now += 1799
-    await turns(50)
+    await yield_turns(50)
     assert not waiting.done()
     fleet.now += 1
     with pytest.raises(JudgeUnavailable) as refusal:
@@ -220,12 +220,12 @@ async def test_the_time_without_a_server_begins_when_the_last_one_is_gone() -> N
     async with opened(replicas=1, max_replicas=1, idle_seconds=1e6, start_timeout_seconds=1800) as fleet:
         await fleet.up(1)
         fleet.now += 5000
-        await turns(50)
+        await yield_turns(50)
         fleet.replicas[0].found = RuntimeError("the node is gone")
-        await until(lambda: not fleet.numbers)
+        await yield_until(lambda: not fleet.numbers)
         waiting = asyncio.create_task(fleet.servers.acquire())
         fleet.now += 1799
-        await turns(50)
+        await yield_turns(50)
         assert not waiting.done()
         fleet.now += 1
         with pytest.raises(JudgeUnavailable, match="start_timeout_seconds=1800: no server could be started; check"):
@@ -240,7 +240,7 @@ async def test_the_slots_of_a_caller_that_died_are_free_again() -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         fleet.now += 660
-        await turns(50)
+        await yield_turns(50)
         assert not waiting.done()
         fleet.now += 1
         assert (await outcome(waiting)).number not in [lease.number for lease in held]
@@ -254,11 +254,11 @@ async def test_the_lowest_rank_waits_least_and_a_call_that_names_none_has_rank_0
         held = await fleet.servers.acquire()
         ranks = [{"rank": 1}, {}, {"rank": -1}, {"rank": 0}]
         waiting = [asyncio.create_task(fleet.servers.acquire("a", **rank)) for rank in ranks]
-        await turns(5)
+        await yield_turns(5)
         served: list[int] = []
         for _ in ranks:
             fleet.servers.release(held.number)
-            await turns(5)
+            await yield_turns(5)
             served += [number for number, call in enumerate(waiting) if call.done() and number not in served]
             held = waiting[served[-1]].result()
         assert served == [2, 1, 3, 0]
@@ -275,13 +275,13 @@ async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_i
     async with opened(ping_seconds=PING_SECONDS, **keys) as fleet:
         (replica,) = fleet.replicas
         replica.there.clear()
-        await turns(5)
+        await yield_turns(5)
         # Until it has answered a first time it may wait for a node for as long as that takes.
         for _ in range(2 * TIMEOUT_PARTS):
             await clock.pass_(part)
         assert fleet.servers.pending() == ["judge server 0 waits for a node with enough resources (for 0 s)"]
         replica.there.set()
-        await turns(50)
+        await yield_turns(50)
         await clock.pass_(PING_SECONDS - 0.1)
         assert replica.looks == 1
         replica.serve()
@@ -303,7 +303,7 @@ async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_i
         assert fleet.servers.pending() == ["judge server 0 does not answer (for 0 s)"]
         # The look itself goes on, and says when it is there again.
         replica.there.set()
-        await turns(50)
+        await yield_turns(50)
         assert (fleet.servers.workers.up, replica.looks, replica.ended) == (1, 4, False)
         await clock.pass_(ADJUST_SECONDS)
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
@@ -319,10 +319,10 @@ async def test_one_that_does_not_answer_is_restarted_while_another_answers(caplo
     async with opened() as fleet:
         await fleet.up(2)
         fleet.servers.timeout_seconds = 0.0
-        await turns(50)
+        await yield_turns(50)
         fleet.replicas[0].there.clear()
-        await until(lambda: fleet.replicas[0].restarts)
-        await until(lambda: fleet.servers.workers.up == 2)
+        await yield_until(lambda: fleet.replicas[0].restarts)
+        await yield_until(lambda: fleet.servers.workers.up == 2)
         assert caplog.messages == ["judge server 0 does not answer", "judge server 0 is restarted"]
         assert [replica.restarts for replica in fleet.replicas] == [1, 0]
 
@@ -333,16 +333,16 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         for seconds in (7, 8):
             fleet.now += seconds
             replica.found = "loads Qwen"
-            await turns(50)
+            await yield_turns(50)
         assert fleet.servers.pending() == ["judge server 0 loads Qwen (for 8 s)"]
         replica.serve()
-        await until(lambda: fleet.servers.workers.up)
+        await yield_until(lambda: fleet.servers.workers.up)
         assert (fleet.servers.pending(), caplog.messages) == ([], [])
         fleet.now += 100
         replica.found = "loads Qwen, as the one before ended"
-        await until(lambda: not fleet.servers.workers.up)
+        await yield_until(lambda: not fleet.servers.workers.up)
         fleet.now += 3
-        await turns(50)
+        await yield_turns(50)
         assert fleet.servers.pending() == ["judge server 0 loads Qwen, as the one before ended (for 3 s)"]
         assert caplog.messages == ["judge server 0 cannot be reached: loads Qwen, as the one before ended"]
         replica.serve()
@@ -356,7 +356,7 @@ async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
         await fleet.up(1)
         held = [await fleet.servers.acquire() for _ in range(2)]
         fleet.replicas[0].there.clear()
-        await turns(5)
+        await yield_turns(5)
         fleet.servers.release(held[0].number, lost=True)
         fleet.now += 9
         fleet.servers.release(held[1].number, lost=True)
@@ -367,7 +367,7 @@ async def test_a_server_that_is_lost_is_named_on_one_line(caplog: pytest.LogCapt
     async with opened(replicas=1, max_replicas=1) as fleet:
         await fleet.up(1)
         waiting = [asyncio.create_task(fleet.servers.acquire()) for _ in range(3)]
-        await turns(5)
+        await yield_turns(5)
         fleet.replicas[0].found = RuntimeError("the node\nis gone" + "!" * 600)
         said = ("the node is gone" + "!" * 600)[:500]
         with pytest.raises(JudgeUnavailable) as refusal:
@@ -391,25 +391,25 @@ async def test_servers_that_are_not_needed_and_those_of_a_closed_pool_are_looked
         assert caplog.messages == ["judge servers: 0 up, 1 requested, 0 calls in flight, 0 waiting"]
         await fleet.up(1)
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
-        await until(lambda: len(fleet.replicas) == 2)
+        await yield_until(lambda: len(fleet.replicas) == 2)
         assert caplog.messages[1:] == ["judge servers: 1 up, 2 requested, 1 calls in flight, 1 waiting"]
         await fleet.up(2)
         for call in calls:
             fleet.servers.release((await outcome(call)).number)
-        await turns(5)
+        await yield_turns(5)
         fleet.now += 60
-        await until(lambda: fleet.numbers == [0])
+        await yield_until(lambda: fleet.numbers == [0])
         assert caplog.messages[2:] == ["judge servers: 1 up, 1 requested, 0 calls in flight, 0 waiting"]
         assert [replica.ended for replica in fleet.replicas] == [False, True]
-        await turns(5)
+        await yield_turns(5)
         looks = fleet.replicas[1].looks
-        await turns(50)
+        await yield_turns(50)
         assert fleet.replicas[1].looks == looks
         fleet.servers.close()
-        await turns(5)
+        await yield_turns(5)
         looks = fleet.replicas[0].looks
         waiting = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
-        await turns(50)
+        await yield_turns(50)
         assert (fleet.replicas[0].looks, len(fleet.replicas), fleet.replicas[0].ended) == (looks, 2, True)
         assert [call.done() for call in waiting] == [True, False]
         waiting[1].cancel()
@@ -420,11 +420,11 @@ async def test_servers_that_cannot_be_asked_for_now_are_asked_for_later(caplog: 
         await fleet.up(1)
         fleet.fails = RuntimeError("the head is away")
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
-        await until(lambda: caplog.messages)
+        await yield_until(lambda: caplog.messages)
         assert set(caplog.messages) == {"the number of judge servers could not be adjusted"}
         assert "the head is away" in caplog.text
         fleet.fails = None
-        await until(lambda: len(fleet.replicas) == 2)
+        await yield_until(lambda: len(fleet.replicas) == 2)
         await fleet.up(2)
         assert [(await outcome(call)).number for call in calls] == [0, 1]
 
@@ -452,7 +452,7 @@ def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
 
 
 def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draco_ray.judging.local.server.serve_words", lambda *_: ["sleep", "600"])
+    monkeypatch.setattr("draco_ray.judging.local.server.serve_command", lambda *_: ["sleep", "600"])
     now = 0.0
     server = VllmJudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
     server.look()
@@ -465,7 +465,7 @@ def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch:
 
 
 def test_the_command_line_names_the_model_and_holds_no_key() -> None:
-    words = serve_words(
+    words = serve_command(
         config(tensor_parallel=2, gpus_per_replica=2, arguments=("--reasoning-parser", "qwen3")), "::", 1
     )
     assert words[words.index("--model") + 1] == words[words.index("--served-model-name") + 1] == "Qwen/Qwen3.6-27B"
@@ -523,7 +523,7 @@ def test_a_judge_that_is_also_served_elsewhere_is_refused(keys: dict[str, object
 
 
 def test_judges_beside_it_are_not_served_here() -> None:
-    assert not other(config(), OtherJudgeConfig(model="openai/gpt-5.4")).local.enabled
+    assert not member_config(config(), OtherJudgeConfig(model="openai/gpt-5.4")).local.enabled
 
 
 def test_its_gpus_count_before_anything_is_loaded() -> None:

@@ -16,7 +16,7 @@ from draco_ray.engine import openai_server
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import server as module
-from draco_ray.judging.local.server import STARTS, VllmJudgeServer, serve_words
+from draco_ray.judging.local.server import STARTS, VllmJudgeServer, serve_command
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 METRICS = """\
@@ -103,7 +103,7 @@ class Watched:
             assert (config.model, host, asked) == (MODEL, "127.0.0.1", port)
             return self.command
 
-        monkeypatch.setattr(module, "serve_words", words)
+        monkeypatch.setattr(module, "serve_command", words)
         local = {"enabled": True, "stall_seconds": 60, "start_timeout_seconds": 100}
         local |= {"gpus_per_replica": 0, "cpus_per_replica": 3}
         config = JudgeConfig.model_validate({"model": MODEL, "api_key_env": "ITS_KEY", "local": local})
@@ -233,7 +233,7 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
 
 def words_of(config: dict[str, object], model: str = MODEL) -> list[str]:
     judge = JudgeConfig.model_validate({"model": model, "local": {"enabled": True, **config}})
-    return serve_words(judge, "10.0.0.7", 8123)
+    return serve_command(judge, "10.0.0.7", 8123)
 
 
 def test_the_whole_command_line_on_a_gpu() -> None:

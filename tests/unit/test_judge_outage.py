@@ -15,18 +15,18 @@ from draco_ray.judging.outage import (
     REFUSALS_TO_STOP,
     ROUNDS_TO_PROBE,
     FailureKind,
+    JudgeHealth,
     NextAction,
-    Outage,
-    Pause,
+    OutageStatus,
+    format_duration,
     seconds_to_pause,
-    span,
 )
 
 NOBODY = math.inf
 
 
 def down(
-    outage: Outage, now: float, trouble: FailureKind = FailureKind.UNAVAILABLE, rounds: int = ROUNDS_TO_PROBE
+    outage: JudgeHealth, now: float, trouble: FailureKind = FailureKind.UNAVAILABLE, rounds: int = ROUNDS_TO_PROBE
 ) -> float:
     """Requests fail as soon as one may be sent; returns the time."""
     for _ in range(rounds):
@@ -36,7 +36,7 @@ def down(
 
 
 def test_everybody_waits_longer_each_time_until_somebody_is_answered() -> None:
-    outage = Outage(max_seconds=600, max_backoff_seconds=8)
+    outage = JudgeHealth(max_seconds=600, max_backoff_seconds=8)
     now, waits = 0.0, []
     for _ in range(6):
         outage.failed(FailureKind.UNAVAILABLE, "503", None, now, now)
@@ -49,7 +49,7 @@ def test_everybody_waits_longer_each_time_until_somebody_is_answered() -> None:
 
 
 def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     for late in range(200):
         outage.failed(FailureKind.UNAVAILABLE, "503", None, 0.0, 0.1 + late / 1000)
     assert outage.seconds_to_wait(0.3) <= 1.0
@@ -57,7 +57,7 @@ def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
 
 
 def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
 
     def fails(sent_at: float, now: float) -> float:
         outage.failed(FailureKind.UNAVAILABLE, "503", None, sent_at, now)
@@ -73,7 +73,7 @@ def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> No
 
 
 def test_the_longest_wait_that_was_asked_for_holds() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     for sent_at, hint in enumerate((20.0, 5.0)):
         outage.failed(FailureKind.RATE_LIMITED, "429", hint, sent_at, sent_at)
     assert 19.0 <= outage.seconds_to_wait(1.0) <= 20.0
@@ -85,7 +85,7 @@ def test_the_longest_wait_that_was_asked_for_holds() -> None:
 
 
 def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     outage.failed(FailureKind.RATE_LIMITED, "429", 7.0, 0.0, 0.0)
     assert 7.0 <= outage.seconds_to_wait(0.0) <= 7.7
     # Somebody who was sent earlier is answered: the allowance is as spent as it was.
@@ -94,7 +94,7 @@ def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
 
 
 def test_an_outage_is_logged_with_its_long_waits_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage(max_seconds=3600, who="judge openai/x at http://h/v1")
+    outage = JudgeHealth(max_seconds=3600, who="judge openai/x at http://h/v1")
     caplog.set_level(logging.WARNING)
     now = down(outage, 0.0, rounds=5)
     (line,) = [record.getMessage() for record in caplog.records]
@@ -123,7 +123,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     """Without chance: every wait is as long as it may be."""
     monkeypatch.setattr("random.uniform", lambda least, most: most)
     caplog.set_level(logging.WARNING)
-    outage = Outage(max_seconds=600, max_backoff_seconds=60, who="judge m")
+    outage = JudgeHealth(max_seconds=600, max_backoff_seconds=60, who="judge m")
     # At 0, 1, 3 and 7 seconds; the last of them, the fourth in a row, is said.
     assert down(outage, 0.0, rounds=3) == 3.0
     assert not caplog.records
@@ -135,8 +135,8 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
         "judge m does not answer (503 overloaded): judging is paused until it does; next try in 8 s, the run "
         "stops in 9 min 53 s (judge.max_outage_seconds=600)"
     )
-    assert outage.pause(20.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=11.0, gives_up=580.0)
-    assert outage.pause(700.0) == Pause(reason="503 overloaded", lasted=700.0, next_try=0.0, gives_up=0.0)
+    assert outage.pause(20.0) == OutageStatus(reason="503 overloaded", lasted=20.0, next_try=11.0, gives_up=580.0)
+    assert outage.pause(700.0) == OutageStatus(reason="503 overloaded", lasted=700.0, next_try=0.0, gives_up=0.0)
     assert outage.given_up(599.9) is None
     assert outage.given_up(600.0) == (
         "judge m: no answer for 10 min 0 s (judge.max_outage_seconds=600); last error: 503 overloaded"
@@ -153,7 +153,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
 
 
 def test_during_an_outage_nobody_else_goes_while_one_request_is_under_way() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     now = down(outage, 0.0)
     assert outage.down
     now += outage.seconds_to_wait(now)
@@ -163,7 +163,7 @@ def test_during_an_outage_nobody_else_goes_while_one_request_is_under_way() -> N
 
 
 def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rate_limit_asks_for() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     outage.failed(FailureKind.OWN, "too long", None, 0.0, 0.0)
     outage.answered(0.0)
     now = down(outage, 0.0)
@@ -178,13 +178,13 @@ def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rat
 
 
 def test_after_a_request_that_hangs_one_at_a_time_goes_through() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     down(outage, 600.0, FailureKind.TIMED_OUT, rounds=1)
     assert outage.down
 
 
 def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
-    outage = Outage(max_seconds=100, who="judge m")
+    outage = JudgeHealth(max_seconds=100, who="judge m")
     now = down(outage, 0.0)
     assert outage.given_up(now) is None
     assert "judge m: no answer for 1" in (outage.given_up(101.0) or "")
@@ -194,7 +194,7 @@ def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
 
 
 def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_until_it_repeats() -> None:
-    outage = Outage()
+    outage = JudgeHealth()
     assert outage.failed(FailureKind.REFUSED, "401", None, 0, 0) is NextAction.STOP
     for _ in range(1000):
         outage.answered(1.0)
@@ -206,7 +206,7 @@ def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_u
     assert outage.failed(FailureKind.QUOTA_SPENT, "quota", None, 3, 3) is NextAction.STOP
 
 
-def failures(outage: Outage, *calls: str, away: bool = False) -> list[bool]:
+def failures(outage: JudgeHealth, *calls: str, away: bool = False) -> list[bool]:
     """Which failures are the calls' own; each is tried again."""
     found = [outage.failed(FailureKind.TIMED_OUT, "late", None, 0, 0, call=call, away=away) for call in calls]
     assert set(found) <= {NextAction.AGAIN, NextAction.WAIT}
@@ -214,12 +214,12 @@ def failures(outage: Outage, *calls: str, away: bool = False) -> list[bool]:
 
 
 def test_a_request_that_fails_alone_may_be_the_cause_unless_the_judge_is_away() -> None:
-    assert failures(Outage(), *"aaa") == [True] * 3
-    assert failures(Outage(), *"aaa", away=True) == [True, False, False]
+    assert failures(JudgeHealth(), *"aaa") == [True] * 3
+    assert failures(JudgeHealth(), *"aaa", away=True) == [True, False, False]
 
 
 def test_an_outage_counts_as_one_failure_of_a_call() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     for _ in range(3):
         assert failures(outage, *"abababba") == [True, True] + [False] * 6
         outage.answered(0.0)
@@ -230,12 +230,12 @@ def test_an_outage_counts_as_one_failure_of_a_call() -> None:
 
 
 def test_what_was_not_sent_or_has_no_known_end_says_nothing_of_the_judge() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     assert failures(outage, *"ab") == [True, True]
     for nothing in (FailureKind.UNSENT, FailureKind.LOST):
         assert outage.failed(nothing, "", None, 0, 0, call="c") is NextAction.FAIL
     assert failures(outage, *"ab") == [False, False]
-    assert Outage().failed(FailureKind.REFUSED, "401", None, 0, 0) is NextAction.STOP
+    assert JudgeHealth().failed(FailureKind.REFUSED, "401", None, 0, 0) is NextAction.STOP
 
 
 def test_waits_double_up_to_the_most_and_never_end_before_the_endpoints_own_hint() -> None:
@@ -246,12 +246,12 @@ def test_waits_double_up_to_the_most_and_never_end_before_the_endpoints_own_hint
 
 
 def test_a_flagged_prompt_fails_its_call_however_often() -> None:
-    outage = Outage()
+    outage = JudgeHealth()
     assert {outage.failed(FailureKind.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {NextAction.FAIL}
 
 
 def test_without_patience_nobody_waits_for_others() -> None:
-    outage = Outage()
+    outage = JudgeHealth()
     down(outage, 0.0, rounds=50)
     assert outage.seconds_to_wait(0.0) == 0.0
     assert outage.given_up(1e9) is None
@@ -263,7 +263,7 @@ class Pool:
     def __init__(self, *, minutes_down: float, max_outage: float) -> None:
         self.now = 0.0
         self.minutes_down = minutes_down
-        outage = Outage(max_seconds=max_outage, max_backoff_seconds=60.0)
+        outage = JudgeHealth(max_seconds=max_outage, max_backoff_seconds=60.0)
         self.limiter = Limiter(JudgeLimits(), outage=outage, clock=lambda: self.now)
         self.sent = 0
 
@@ -303,10 +303,10 @@ def test_times_are_counted_from_the_beginning_of_the_outage(
     """Wherever the clock began."""
     monkeypatch.setattr("random.uniform", lambda least, most: most)
     caplog.set_level(logging.WARNING)
-    outage = Outage(max_seconds=600, max_backoff_seconds=60, who="judge m")
+    outage = JudgeHealth(max_seconds=600, max_backoff_seconds=60, who="judge m")
     down(outage, 1000.0, rounds=4)
     assert "next try in 8 s, the run stops in 9 min 53 s" in caplog.text
-    assert outage.pause(1020.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=0.0, gives_up=580.0)
+    assert outage.pause(1020.0) == OutageStatus(reason="503 overloaded", lasted=20.0, next_try=0.0, gives_up=580.0)
     caplog.clear()
     # A request that is refused for its own sake is an answer as well.
     outage.failed(FailureKind.OWN, "too long", None, 1079.0, 1080.0)
@@ -316,13 +316,13 @@ def test_times_are_counted_from_the_beginning_of_the_outage(
 def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("random.uniform", lambda least, most: most)
     for hint, wait in ((2.0, 2.2), (10.0, 11.0), (100.0, 101.0)):
-        outage = Outage(max_seconds=600)
+        outage = JudgeHealth(max_seconds=600)
         outage.failed(FailureKind.RATE_LIMITED, "429", hint, 0.0, 0.0)
         assert outage.seconds_to_wait(0.0) == pytest.approx(wait)
-    outage = Outage(max_seconds=1e15, max_backoff_seconds=1e15)
+    outage = JudgeHealth(max_seconds=1e15, max_backoff_seconds=1e15)
     now = down(outage, 0.0, rounds=50)
     assert outage.seconds_to_wait(now) == 2.0**30
-    outage = Outage(max_seconds=1e15)
+    outage = JudgeHealth(max_seconds=1e15)
     now = down(outage, 0.0, rounds=50)
     assert outage.seconds_to_wait(now) == 60.0
 
@@ -332,11 +332,11 @@ def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.
     [(0.2, "1 s"), (90, "90 s"), (90.1, "1 min 31 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (7380, "2 h 3 min")],
 )
 def test_words_for_a_time(seconds: float, words: str) -> None:
-    assert span(seconds) == words
+    assert format_duration(seconds) == words
 
 
 def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     outage.failed(FailureKind.UNAVAILABLE, "503", None, 1000.0, 1000.0)
     assert outage.given_up(1599.0) is None
     said = outage.given_up(1700.0)
@@ -344,7 +344,7 @@ def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
 
 
 def test_a_single_failure_is_no_outage_that_ends(caplog: pytest.LogCaptureFixture) -> None:
-    outage = Outage(max_seconds=600)
+    outage = JudgeHealth(max_seconds=600)
     outage.failed(FailureKind.UNAVAILABLE, "503", None, 0.0, 0.0)
     outage.answered(5.0)
     assert caplog.messages == []

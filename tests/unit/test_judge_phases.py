@@ -21,7 +21,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import EXAMPLES, PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge, phase_summary
-from draco_ray.judging.phases import PHASES, Credit, Phase, Score, Stage1, Stage2, Union, urgency
+from draco_ray.judging.phases import PHASES, Credit, Phase, Score, Stage1, Stage2, Union, phase_rank
 from draco_ray.judging.pool import JudgeWorkerActor
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.runs.cost import cost_table, phase_costs
@@ -211,10 +211,10 @@ def test_verdicts_and_citations_of_no_rollout_are_no_rows() -> None:
 
 
 def test_later_phases_are_more_urgent_and_what_is_of_no_phase_is_least() -> None:
-    ranks = [urgency(name) for name in PHASES]
+    ranks = [phase_rank(name) for name in PHASES]
     assert ranks == sorted(ranks, reverse=True)
     assert len(set(ranks)) == len(PHASES)
-    assert urgency(None) == urgency("of nobody") == 0
+    assert phase_rank(None) == phase_rank("of nobody") == 0
 
 
 class Recorder:

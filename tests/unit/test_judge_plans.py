@@ -16,7 +16,7 @@ from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Verdicts
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import Attribution, Verdict
 from draco_ray.sandbox.world.scripts import families
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
@@ -65,7 +65,7 @@ def test_a_plan_replaces_what_files_below_it_set(tmp_path: Path) -> None:
 @pytest.mark.parametrize("prompts", SETS)
 @pytest.mark.parametrize("family", sorted(families()))
 async def test_the_rule_judge_answers_merged_questions_as_it_answers_single_ones(family: str, prompts: str) -> None:
-    ours, task = Judge(RuleComplete(), load_prompts(Path(prompts)), JudgeConfig(reasks=0)), instruction(family)
+    ours, task = Judge(RuleCompleter(), load_prompts(Path(prompts)), JudgeConfig(reasks=0)), instruction(family)
     runs = [scripted_run(family), *(scripted_run(family, fault) for fault in sorted(families()[family].faults))]
     played = [trajectory_of(run, task, n) for n, run in enumerate(runs)]
     stage1 = (await ours.ask(Stage1(played[0].prompt), WHERE)).value or ()

@@ -23,12 +23,12 @@ from draco_ray.judging import pricing
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.endpoint import Borrowed, Server
-from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Limiter, LimiterQueue, RequestResult
 from draco_ray.judging.outage import FailureKind, NextAction
-from draco_ray.judging.phases import urgency
-from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_book, request_key
-from draco_ray.records import Message, Paid
+from draco_ray.judging.phases import phase_rank
+from draco_ray.judging.pricing import bound_request_cost
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_cost_ledger, request_key
+from draco_ray.records import Message, OriginalCost
 
 PRICE = Price(input=2.0, output=10.0)
 TEXT = "a question of forty characters, or nearly"
@@ -49,7 +49,7 @@ class Clock:
         return NOW + self.now - 50.0
 
 
-class Pool(WaitingLine):
+class Pool(LimiterQueue):
     """Leases without limits that take a second to get; remembers what it was asked and told."""
 
     def __init__(self, clock: Clock, verdict: NextAction | None = None) -> None:
@@ -149,7 +149,7 @@ def a_request(text: str = TEXT, **changes: Any) -> Request:
 
 
 def most(tokens: int = TOKENS, text: str = TEXT, **sent: Any) -> pricing.CostBound:
-    return most_of(PRICE, a_request(text).messages, tokens, sent)
+    return bound_request_cost(PRICE, a_request(text).messages, tokens, sent)
 
 
 async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,13 +169,13 @@ async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyP
         dollars=completion.dollars, started_at=NOW, seconds=11.0, requests=1, reasoning_tokens=4,
         call_id=scripted.pool.numbers[0], waited_seconds=1.0,
     )  # fmt: skip
-    assert completion.dollars == pytest.approx(pricing.price_of(PRICE, 100, 40, 10))
+    assert completion.dollars == pytest.approx(pricing.reply_cost(PRICE, 100, 40, 10))
     assert scripted.sent == [(request, Server("http://judge", "none"), TOKENS, 7.0)]
     (asked,) = scripted.pool.asked
     bound = most()
     assert (asked.input_tokens, asked.output_tokens, asked.dollars) == (bound.input_tokens, TOKENS, bound.dollars)
     assert asked.kind == "score"
-    assert asked.rank == urgency("score")
+    assert asked.rank == phase_rank("score")
     assert scripted.pool.ended == [RequestResult(tokens=110, output_tokens=10, dollars=completion.dollars)]
     assert scripted.naps == []
 
@@ -259,7 +259,7 @@ async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows
     )  # fmt: skip
     completion = await scripted()
     bound = most()
-    paid = pricing.price_of(PRICE, 100, 0, 10)
+    paid = pricing.reply_cost(PRICE, 100, 0, 10)
     assert (completion.dollars, completion.estimated_dollars) == (pytest.approx(bound.dollars + paid), bound.dollars)
     assert (completion.requests, completion.waited_seconds, completion.seconds) == (3, 3.0, 233.0)
     late, refused, fine = scripted.pool.ended
@@ -269,7 +269,7 @@ async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows
     )  # fmt: skip
     assert refused == RequestResult(estimated=True, trouble=FailureKind.RATE_LIMITED, reason="slow down", away=True)
     assert fine == RequestResult(tokens=110, output_tokens=10, dollars=paid)
-    assert read_book(tmp_path).settled == dict(
+    assert read_cost_ledger(tmp_path).settled == dict(
         zip(scripted.pool.numbers, [bound.dollars, 0.0, pytest.approx(paid)], strict=True)
     )
     first, second = (record.getMessage() for record in caplog.records)
@@ -291,7 +291,7 @@ async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch
 
 
 async def test_what_may_be_done_about_a_failure_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "advice", lambda error: f"; see {error}")
+    monkeypatch.setattr(client_module, "error_hint", lambda error: f"; see {error}")
     completion = await Scripted(monkeypatch, trouble(400, "no"), verdict=NextAction.FAIL)()
     assert (completion.error, completion.finish_reason) == ("no; see no", "error")
 
@@ -314,7 +314,7 @@ async def test_a_request_whose_end_nobody_saw_stays_in_the_book(
     with pytest.raises(asyncio.CancelledError):
         await scripted()
     assert scripted.pool.ended == [LOST]
-    assert read_book(tmp_path).under_way == {scripted.pool.numbers[0]: most().dollars}
+    assert read_cost_ledger(tmp_path).under_way == {scripted.pool.numbers[0]: most().dollars}
 
 
 async def test_a_reply_that_cannot_be_kept_is_abandoned_and_one_that_cannot_be_booked_not_sent(
@@ -342,7 +342,7 @@ async def test_an_answer_is_replayed_at_no_cost_until_it_is_forgotten(
     first = await scripted()
     scripted.clock.now = 550.0
     again = await scripted()
-    paid = Paid(
+    paid = OriginalCost(
         call_id=first.call_id, requests=1, dollars=first.dollars, estimated_dollars=0.0, seconds=11.0, started_at=NOW,
         waited_seconds=1.0,
     )  # fmt: skip

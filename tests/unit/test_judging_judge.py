@@ -24,7 +24,7 @@ from draco_ray.judging.prompts import KEY_FILE, load_prompts
 from draco_ray.judging.reply_cache import FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.judging.structured import tag_of
-from draco_ray.records import EpisodeEnd, Paid, ScoredCriterion, Verdict
+from draco_ray.records import EpisodeEnd, OriginalCost, ScoredCriterion, Verdict
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 
 WHERE = CallContext(group="step3/example_1", task_id="example_1", rollout=2)
@@ -192,7 +192,7 @@ async def test_a_request_says_which_of_its_beginnings_others_share() -> None:
 
 
 async def test_what_a_completion_says_of_itself_is_archived_whatever_became_of_it() -> None:
-    paid = Paid(
+    paid = OriginalCost(
         call_id="first",
         requests=2,
         dollars=0.1,

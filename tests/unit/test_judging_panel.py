@@ -16,7 +16,7 @@ from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, other, panel_judge, with_fallbacks
+from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, member_config, panel_judge, with_fallbacks
 from draco_ray.judging.phases import Score, Stage1
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Message, ScoredCriterion, Verdict
@@ -274,10 +274,10 @@ def replace_jury(config: JudgeConfig) -> JudgeConfig:
 
 def test_another_judge_has_its_own_endpoint_and_key() -> None:
     config = JudgeConfig(api_base="http://a/v1", api_key_env="A", extra_body={"x": 1})
-    made = other(config, OtherJudgeConfig(model="anthropic/claude-sonnet-4-5"))
+    made = member_config(config, OtherJudgeConfig(model="anthropic/claude-sonnet-4-5"))
     assert (made.api_base, made.key_variable, made.extra_body) == (None, "ANTHROPIC_API_KEY", {})
     assert made.max_tokens == config.max_tokens
-    assert other(config, OtherJudgeConfig(model="m", api_key_env="B")).key_variable == "B"
+    assert member_config(config, OtherJudgeConfig(model="m", api_key_env="B")).key_variable == "B"
     loaded = load_config(
         "sandbox", ["judge.jury=[{model: openai/gpt-5.4-mini}]", "judge.strong={model: openai/gpt-5.4}"]
     )
@@ -288,7 +288,8 @@ def test_the_replies_of_another_judge_are_not_those_of_the_rule_judge_that_the_r
     """They have the name of one model; endpoint, or rules, tell them apart."""
     config = JudgeConfig.model_validate({"model": "openai/rule-judge", "rule_judge": {"start": True}})
     same = [
-        other(config, OtherJudgeConfig(model=config.model, api_base=base)) for base in ("http://a/v1", "http://b/v1")
+        member_config(config, OtherJudgeConfig(model=config.model, api_base=base))
+        for base in ("http://a/v1", "http://b/v1")
     ]
     rules = config.model_copy(update={"rule_judge": RuleJudgeConfig(start=True, use="mine.py:answer")})
     request = Request(messages=(Message(role="user", content="?"),))
@@ -310,11 +311,11 @@ def with_others(**changes: object) -> JudgeConfig:
 
 def test_another_judge_has_no_panel_of_its_own_and_everything_else_of_the_first() -> None:
     config = with_others(context_tokens=50_000, api_base="http://m/v1", extra_body={"x": 1}, api_key_env="M")
-    made = other(config, OtherJudgeConfig(model="org/name/x", api_base="http://x/v1"))
+    made = member_config(config, OtherJudgeConfig(model="org/name/x", api_base="http://x/v1"))
     assert made == JudgeConfig(model="org/name/x", api_base="http://x/v1", max_outage_seconds=60.0, max_tokens=999)
-    assert other(config, OtherJudgeConfig(model="bare")).key_variable == "OPENAI_API_KEY"
+    assert member_config(config, OtherJudgeConfig(model="bare")).key_variable == "OPENAI_API_KEY"
     served = JudgeConfig(model="hosted_vllm/own", local=LocalJudgeConfig(enabled=True))
-    assert other(served, OtherJudgeConfig(model="org/x")).local == LocalJudgeConfig()
+    assert member_config(served, OtherJudgeConfig(model="org/x")).local == LocalJudgeConfig()
 
 
 def test_only_the_last_judge_that_stands_in_is_waited_for() -> None:
@@ -327,7 +328,7 @@ def test_only_the_last_judge_that_stands_in_is_waited_for() -> None:
     config = with_others()
     assert isinstance(with_fallbacks(config, open_one), Fallbacks)
     impatient = {"max_outage_seconds": 0.0}
-    first, second = (other(config, each) for each in config.fallbacks)
+    first, second = (member_config(config, each) for each in config.fallbacks)
     assert opened == [config.model_copy(update=impatient), first.model_copy(update=impatient), second]
     opened.clear()
     alone = config.model_copy(update={"strong": None, "fallbacks": ()})

@@ -18,12 +18,12 @@ from draco_ray.judging.pricing import (
     REQUEST_TOKENS,
     CostBound,
     TokenUsage,
+    bound_request_cost,
     check_budget,
     find_price,
     known_price,
-    most_of,
-    price_of,
     read_usage,
+    reply_cost,
     reported_cost,
 )
 from draco_ray.records import Message
@@ -52,7 +52,7 @@ def test_a_reference_price_is_completed_by_what_the_provider_asks_for_cached_and
     assert (price.input, price.output) == pytest.approx((reference.input, reference.output))
     assert price.cached_input is not None
     assert price.cached_input < price.input
-    assert price_of(price, 300_000, 0, 1) > price_of(reference, 300_000, 0, 1)
+    assert reply_cost(price, 300_000, 0, 1) > reply_cost(reference, 300_000, 0, 1)
     # Whoever says anything else is taken at his word.
     for own in (Price(input=2.5, output=14.0), Price(input=2.5, cached_input=2.5, output=15.0)):
         assert known_price(JudgeConfig(prices={"gpt-5.4": own}), "openai/gpt-5.4") == own
@@ -109,7 +109,7 @@ def test_what_litellm_lists_is_read_to_the_last_tier(monkeypatch: pytest.MonkeyP
         model_cost={"key": listed, "half": {"input_cost_per_token": 1e-6}, "free": {"output_cost_per_token": 1e-6}},
         get_model_info=lambda model: {"key": model},
     )
-    monkeypatch.setattr("draco_ray.judging.tokens.quiet_litellm", lambda: table)
+    monkeypatch.setattr("draco_ray.judging.tokens.import_litellm_quietly", lambda: table)
     judge = JudgeConfig(prices={})
     price = known_price(judge, "key")
     assert price is not None
@@ -135,21 +135,23 @@ TEXTS = {
 def test_no_tokenizer_makes_more_tokens_than_a_lease_holds(text: str) -> None:
     """A byte-level tokenizer without any merge, the worst there is, makes one token of each byte."""
     messages = (message(text * 50), message(text))
-    most = most_of(None, messages, 100, {})
+    most = bound_request_cost(None, messages, 100, {})
     assert most.input_tokens >= 51 * len(text.encode())
     assert (most.output_tokens, most.dollars) == (100, 0.0)
 
 
 def test_a_lone_surrogate_has_a_length() -> None:
-    most = most_of(None, (message("\ud800"), message("a\u00e4")), 7, {"a": 1})
+    most = bound_request_cost(None, (message("\ud800"), message("a\u00e4")), 7, {"a": 1})
     assert most == CostBound(
         input_tokens=3 + 3 + 2 * MESSAGE_TOKENS + len('{"a": 1}') + REQUEST_TOKENS, output_tokens=7, dollars=0.0
     )
 
 
 def test_what_is_sent_beside_the_messages_counts() -> None:
-    plain = most_of(None, (message("a"),), 1, {})
-    assert most_of(None, (message("a"),), 1, {"schema": "x" * 1000}).input_tokens >= plain.input_tokens + 1000
+    plain = bound_request_cost(None, (message("a"),), 1, {})
+    assert (
+        bound_request_cost(None, (message("a"),), 1, {"schema": "x" * 1000}).input_tokens >= plain.input_tokens + 1000
+    )
 
 
 PRICE = Price(
@@ -166,11 +168,11 @@ def test_no_reply_costs_more_than_the_most() -> None:
     for _ in range(2_000):
         text = "a" * dice.randint(0, 60_000)
         limit = dice.randint(1, 3_000)
-        most = most_of(PRICE, (message(text),), limit, {})
+        most = bound_request_cost(PRICE, (message(text),), limit, {})
         prompt = dice.randint(1, most.input_tokens)
         cached = dice.randint(0, prompt)
         written = dice.randint(0, prompt - cached)
-        dollars = price_of(PRICE, prompt, cached, dice.randint(0, limit), written)
+        dollars = reply_cost(PRICE, prompt, cached, dice.randint(0, limit), written)
         assert 0 <= dollars <= most.dollars + 1e-12
 
 
@@ -190,19 +192,19 @@ def test_no_reply_costs_more_than_the_most() -> None:
 def test_the_highest_tier_that_the_input_exceeds_holds_for_the_whole_reply(
     tokens: tuple[int, int, int, int], dollars: float
 ) -> None:
-    assert price_of(PRICE, *tokens) == pytest.approx(dollars, rel=1e-9)
+    assert reply_cost(PRICE, *tokens) == pytest.approx(dollars, rel=1e-9)
     if not tokens[3]:
-        assert price_of(PRICE, *tokens[:3]) == price_of(PRICE, *tokens)
+        assert reply_cost(PRICE, *tokens[:3]) == reply_cost(PRICE, *tokens)
 
 
 def test_the_most_is_exact_where_nothing_is_open() -> None:
     def most(price: Price, size: int) -> float:
-        return most_of(price, (message("a" * (size - REQUEST_TOKENS - MESSAGE_TOKENS)),), 100, {}).dollars
+        return bound_request_cost(price, (message("a" * (size - REQUEST_TOKENS - MESSAGE_TOKENS)),), 100, {}).dollars
 
     flat = Price(input=2.0, output=10.0)
     assert most(flat, 4_000) == pytest.approx((4_000 * 2.0 + 100 * 10.0) / 1e6, rel=1e-9)
     assert most(Price(input=0.1, output=0.2), 4_000) == pytest.approx((4_000 * 0.1 + 100 * 0.2) / 1e6, rel=1e-9)
-    assert most_of(flat, (message("a"),), 100, {}).output_tokens == 100
+    assert bound_request_cost(flat, (message("a"),), 100, {}).output_tokens == 100
     # Whichever way of paying is the dearest: writing to the cache here, reading from it there.
     assert most(PRICE, 5_000) == pytest.approx((5_000 * 2.5 + 100 * 10.0) / 1e6)
     odd = flat.model_copy(update={"cached_input": 3.0})

@@ -14,7 +14,13 @@ from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging import endpoint
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
-from draco_ray.judging.endpoint import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
+from draco_ray.judging.endpoint import (
+    LEAST_CHARACTERS,
+    cache_key,
+    mark_cache_prefixes,
+    prompt_cache_method,
+    shared_ends,
+)
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
 from draco_ray.judging.pricing import known_price
@@ -107,13 +113,16 @@ def test_how_a_provider_is_told_is_what_litellm_knows_of_it() -> None:
 
     litellm = SimpleNamespace(get_llm_provider=provider, get_supported_openai_params=supported, BadRequestError=Refused)
     found = {
-        model: told(litellm, model, "http://own", "on")
+        model: prompt_cache_method(litellm, model, "http://own", "on")
         for model in ("anthropic/x", "bedrock/Claude-9", "openai/x", "other/x", "nobody/x", "strange")
     }
     assert list(found.values()) == ["marks", "marks", "key", "nothing", "nothing", "nothing"]
     assert asked == [(model, "http://own") for model in found]
-    assert (told(litellm, "openai/x", "http://own", "auto"), told(litellm, "openai/x", None, "off")) == ("nothing",) * 2
-    assert told(litellm, "openai/x", None, "auto") == "key"
+    assert (
+        prompt_cache_method(litellm, "openai/x", "http://own", "auto"),
+        prompt_cache_method(litellm, "openai/x", None, "off"),
+    ) == ("nothing",) * 2
+    assert prompt_cache_method(litellm, "openai/x", None, "auto") == "key"
 
 
 def test_a_groups_key_is_short_and_takes_any_letters() -> None:
@@ -123,13 +132,13 @@ def test_a_groups_key_is_short_and_takes_any_letters() -> None:
 
 def test_marked_messages_say_the_same() -> None:
     messages = [{"role": "user", "content": "abcdefgh"}, {"role": "assistant", "content": "x"}]
-    cut = marked(messages, (3, 5))
+    cut = mark_cache_prefixes(messages, (3, 5))
     assert [part["text"] for part in cut[0]["content"]] == ["abc", "de", "fgh"]
     assert ["cache_control" in part for part in cut[0]["content"]] == [True, True, False]
     assert cut[1] == messages[1]
-    assert marked(messages, ()) == messages
-    assert marked(messages, (3, 3, 5)) == cut
-    assert [part["text"] for part in marked(messages, (8,))[0]["content"]] == ["abcdefgh"]
+    assert mark_cache_prefixes(messages, ()) == messages
+    assert mark_cache_prefixes(messages, (3, 3, 5)) == cut
+    assert [part["text"] for part in mark_cache_prefixes(messages, (8,))[0]["content"]] == ["abcdefgh"]
 
 
 def test_litellm_hands_the_marks_on_to_anthropic() -> None:
@@ -137,7 +146,7 @@ def test_litellm_hands_the_marks_on_to_anthropic() -> None:
 
     sent = AnthropicConfig().transform_request(
         model="claude-sonnet-4-5",
-        messages=marked([{"role": "user", "content": "abcdef"}], (4,)),
+        messages=mark_cache_prefixes([{"role": "user", "content": "abcdef"}], (4,)),
         optional_params={"max_tokens": 10},
         litellm_params={},
         headers={},
@@ -151,7 +160,7 @@ def test_who_is_told_how() -> None:
     import litellm
 
     def how(model: str, base: str | None = None, mode: str = "auto") -> str:
-        return told(litellm, model, base, mode)  # type: ignore[arg-type]
+        return prompt_cache_method(litellm, model, base, mode)  # type: ignore[arg-type]
 
     assert how("anthropic/claude-sonnet-4-5") == "marks"
     assert how("openrouter/anthropic/claude-sonnet-4.5") == "marks"

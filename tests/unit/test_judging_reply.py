@@ -30,7 +30,7 @@ from draco_ray.judging.reply import (
     MAX_TEXT_CHARACTERS,
     CriterionEntry,
     check_finish,
-    own_answer,
+    extract_tagged_answer,
     parse_criteria,
     read_entries,
 )
@@ -122,7 +122,7 @@ TAGGED = {"request_tag": "123456", "entries": WHOLE}
     ],
 )
 def test_an_answer_in_another_form_is_read(text: str) -> None:
-    assert verdicts(own_answer(text, "123456", ScoreEntry)) == [1, -1, 0]
+    assert verdicts(extract_tagged_answer(text, "123456", ScoreEntry)) == [1, -1, 0]
 
 
 def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:

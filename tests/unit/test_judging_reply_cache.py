@@ -23,14 +23,14 @@ from draco_ray.judging.reply_cache import (
     BUSY_SECONDS,
     CLAIM_SECONDS,
     FILE,
-    Book,
+    CostLedger,
     ReplyCache,
     check_store,
-    read_book,
+    read_cost_ledger,
     request_key,
 )
-from tests.support.mounts import mounted
-from tests.support.turns import LoopClock, outcome, turns
+from tests.support.mounts import patch_mounts
+from tests.support.turns import LoopClock, outcome, yield_turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,7 @@ async def test_of_those_who_would_ask_the_same_one_goes_after_the_other(tmp_path
     waiting = [asyncio.create_task(cache.claim("key", by)) for by in ("second", "third")]
     await outcome(cache.claim("key", "first"))
     await cache.release("key", "nobody")
-    await turns(50)
+    await yield_turns(50)
     assert not any(each.done() for each in waiting)
     await cache.release("key", "first")
     await outcome(waiting[0])
@@ -92,7 +92,7 @@ async def test_nobody_waits_for_the_dead(tmp_path: Path, monkeypatch: pytest.Mon
     second = asyncio.create_task(cache.claim("key", "second"))
     await clock.pass_(CLAIM_SECONDS - 0.5)
     late = asyncio.create_task(cache.claim("key", "late"))
-    await turns(50)
+    await yield_turns(50)
     assert (second.done(), late.done()) == (False, False)
     late.cancel()
     await clock.pass_(0.5)
@@ -100,7 +100,7 @@ async def test_nobody_waits_for_the_dead(tmp_path: Path, monkeypatch: pytest.Mon
     # A process that was only stopped changes nothing of the claim that took the place of its own.
     await cache.release("key", "killed")
     third = asyncio.create_task(cache.claim("key", "third"))
-    await turns(50)
+    await yield_turns(50)
     assert not third.done()
     await cache.release("key", "second")
     await outcome(third)
@@ -208,7 +208,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def test_a_file_that_has_lost_its_end_is_damage_and_no_empty_book(kept: bytes, tmp_path: Path, left: float) -> None:
     content = kept[: int(left * len(kept)) if isinstance(left, float) else left]
     (tmp_path / FILE).write_bytes(content)
-    for read in (check_store, read_book, ReplyCache):
+    for read in (check_store, read_cost_ledger, ReplyCache):
         with pytest.raises(
             StoreError, match=f"{FILE} .*: .*; restore the file from a copy, or choose another"
         ) as problem:
@@ -239,7 +239,7 @@ async def test_pages_that_were_overwritten_are_found_before_a_run_goes_on(kept: 
 def test_a_journal_without_its_file_is_damage(tmp_path: Path, suffix: str) -> None:
     assert not check_store(tmp_path)
     (tmp_path / f"{FILE}{suffix}").write_bytes(b"x" * 512)
-    for read in (check_store, read_book, ReplyCache):
+    for read in (check_store, read_cost_ledger, ReplyCache):
         with pytest.raises(
             StoreError, match=f"are damaged: {FILE}{suffix} exists but {FILE} does not; restore the file"
         ):
@@ -277,25 +277,25 @@ async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_ca
 
 async def test_a_request_is_in_the_book_with_the_most_until_it_is_settled(tmp_path: Path) -> None:
     folder = tmp_path / "made" / "with its parents"
-    assert read_book(folder) == Book(settled={}, under_way={})
+    assert read_cost_ledger(folder) == CostLedger(settled={}, under_way={})
     cache = ReplyCache(folder)
-    assert read_book(folder) == Book(settled={}, under_way={})
+    assert read_cost_ledger(folder) == CostLedger(settled={}, under_way={})
     for number, most in (("a/1", 2.0), ("a/2", 3.0), ("b/1", 5.0)):
         await cache.begin(number, most)
-    assert read_book(folder).under_way == {"a/1": 2.0, "a/2": 3.0, "b/1": 5.0}
+    assert read_cost_ledger(folder).under_way == {"a/1": 2.0, "a/2": 3.0, "b/1": 5.0}
     await cache.settle("a/1", 0.5, ("key", {"text": "x"}))
     # Asked without a reply, and never entered before: what it cost counts all the same.
     await cache.settle("b/1", 1.0)
     await cache.settle("b/2", 0.25)
     assert (len(cache), await cache.get("key")) == (1, {"text": "x"})
-    assert read_book(folder, "a/") == Book(settled={"a/1": 0.5}, under_way={"a/2": 3.0})
-    whole = read_book(folder)
-    assert whole == Book(settled={"a/1": 0.5, "b/1": 1.0, "b/2": 0.25}, under_way={"a/2": 3.0})
+    assert read_cost_ledger(folder, "a/") == CostLedger(settled={"a/1": 0.5}, under_way={"a/2": 3.0})
+    whole = read_cost_ledger(folder)
+    assert whole == CostLedger(settled={"a/1": 0.5, "b/1": 1.0, "b/2": 0.25}, under_way={"a/2": 3.0})
     assert whole.dollars == 4.75
     # Begun again under the same number it is open again; settled again, the last word counts.
     await cache.begin("a/1", 7.0)
     await cache.settle("b/1", 1.5)
-    assert read_book(folder) == Book(settled={"b/1": 1.5, "b/2": 0.25}, under_way={"a/1": 7.0, "a/2": 3.0})
+    assert read_cost_ledger(folder) == CostLedger(settled={"b/1": 1.5, "b/2": 0.25}, under_way={"a/1": 7.0, "a/2": 3.0})
 
 
 async def test_a_reply_that_cannot_be_kept_is_not_booked_either(tmp_path: Path) -> None:
@@ -314,7 +314,7 @@ async def test_a_reply_that_cannot_be_kept_is_not_booked_either(tmp_path: Path) 
 def test_a_damaged_book_is_said(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreError) as problem:
-        read_book(tmp_path)
+        read_cost_ledger(tmp_path)
     assert f"the log of judge requests {tmp_path / FILE} cannot be read: file is not a database; restore" in str(
         problem.value
     )
@@ -330,12 +330,12 @@ def test_a_book_that_does_not_say_dollars_is_named(tmp_path: Path, row: tuple[ob
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("CREATE TABLE requests (number, most, dollars)")
         file.execute("INSERT INTO requests VALUES ('fine', 1.0, 0.5)")
-    assert read_book(tmp_path).dollars == 0.5
+    assert read_cost_ledger(tmp_path).dollars == 0.5
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("INSERT INTO requests VALUES (?, ?, ?)", row)
     for run in ("", "other/"):
         with pytest.raises(StoreError, match="the log of judge requests .* cannot be read: request ") as problem:
-            read_book(tmp_path, run)
+            read_cost_ledger(tmp_path, run)
         assert "\n" not in str(problem.value)
 
 
@@ -350,7 +350,7 @@ def test_readers_and_writers_wait_for_each_other_as_long_as_is_said(
 
     monkeypatch.setattr("draco_ray.judging.reply_cache.sqlite3.connect", noted)
     ReplyCache(tmp_path)
-    read_book(tmp_path)
+    read_cost_ledger(tmp_path)
     assert waited == [BUSY_SECONDS] * 3
 
 
@@ -362,7 +362,7 @@ def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
 
 def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever command would keep them: a run, `draco judge`, a replay."""
-    mounted(monkeypatch, (str(tmp_path.resolve() / "home"), "nfs4"))
+    patch_mounts(monkeypatch, (str(tmp_path.resolve() / "home"), "nfs4"))
     folder = tmp_path.resolve() / "home" / "judge_cache"
     with pytest.raises(StoreError) as caught:
         ReplyCache(folder)

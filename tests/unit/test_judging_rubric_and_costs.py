@@ -11,7 +11,7 @@ import yaml
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.outage import retry_after_seconds
-from draco_ray.judging.pricing import find_price, price_of
+from draco_ray.judging.pricing import find_price, reply_cost
 from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.lab.runs.cost import cost_table, phase_costs, total_cost
 from draco_ray.records import Criterion, JudgeCall
@@ -155,8 +155,10 @@ def test_configured_prices_are_found_by_name_without_provider() -> None:
 
 
 def test_cached_tokens_cost_the_input_price_unless_they_have_their_own() -> None:
-    assert price_of(Price(input=2.0, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(3.0)
-    assert price_of(Price(input=2.0, cached_input=0.2, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(2.1)
+    assert reply_cost(Price(input=2.0, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(3.0)
+    assert reply_cost(Price(input=2.0, cached_input=0.2, output=10.0), 1_000_000, 500_000, 100_000) == pytest.approx(
+        2.1
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import CallContext, Fitting, Judge, phase_summary
-from draco_ray.judging.judge_context import judge_room, judge_tokens
+from draco_ray.judging.judge import CallContext, Judge, PromptFitter, phase_summary
+from draco_ray.judging.judge_context import judge_context_length, max_judge_prompt_tokens
 from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shortened_prompt
@@ -107,7 +107,7 @@ async def test_what_does_not_fit_even_so_is_not_asked_and_says_why() -> None:
 @pytest.mark.parametrize("tokens", [2_300, 3_000, 5_000, 7_500])
 async def test_about_the_least_cut_is_taken_with_which_the_prompt_fits(tokens: int) -> None:
     question = Score(long_rollout(output=2_500, said=1_200, told=300), RUBRIC)
-    fitting = Fitting(JudgeConfig(reasks=0, max_tokens=1000, model="openai/no-such"), PROMPTS)
+    fitting = PromptFitter(JudgeConfig(reasks=0, max_tokens=1000, model="openai/no-such"), PROMPTS)
     fitting.room = tokens
     fitted = await fitting.fit(question)
     less = question.shortened(fitted.level - 3).prompt(PROMPTS)
@@ -126,13 +126,13 @@ def test_a_cut_rollout_has_the_steps_it_had() -> None:
 
 def test_how_much_a_judge_reads() -> None:
     known = JudgeConfig(model="openai/gpt-4o")
-    assert judge_tokens(known) == 128_000
-    assert judge_tokens(JudgeConfig(model="openai/gpt-4o", context_tokens=5000)) == 5000
+    assert judge_context_length(known) == 128_000
+    assert judge_context_length(JudgeConfig(model="openai/gpt-4o", context_tokens=5000)) == 5000
     # An endpoint of one's own may serve anything under that name.
-    assert judge_tokens(JudgeConfig(model="openai/gpt-4o", api_base="http://127.0.0.1:1/v1")) is None
-    assert judge_room(JudgeConfig(model="openai/no-such")) is None
+    assert judge_context_length(JudgeConfig(model="openai/gpt-4o", api_base="http://127.0.0.1:1/v1")) is None
+    assert max_judge_prompt_tokens(JudgeConfig(model="openai/no-such")) is None
     with_fallback = JudgeConfig.model_validate({"model": "openai/gpt-5.4", "fallbacks": [{"model": "openai/gpt-4o"}]})
-    assert judge_room(with_fallback) == judge_room(known)
+    assert max_judge_prompt_tokens(with_fallback) == max_judge_prompt_tokens(known)
 
 
 def test_a_cut_keeps_two_thirds_of_the_length_from_the_beginning_and_says_what_is_left_out() -> None:

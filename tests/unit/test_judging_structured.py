@@ -94,7 +94,7 @@ async def texts(endpoint: Endpoint, provider: Provider, times: int = 1) -> list[
     found = []
     request = Request(messages=(), schema={"type": "object"})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draco_ray.judging.endpoint.quiet_litellm", lambda: provider)
+        patch.setattr("draco_ray.judging.endpoint.import_litellm_quietly", lambda: provider)
         patch.setattr("draco_ray.judging.endpoint.refused_parameters", lambda *_, **__: None)
         for _ in range(times):
             choice = (await endpoint.complete(request, Server(None, "key"), 100, 1.0)).choices[0]

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
+from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, part_to_keep, update_tokens_per_byte
 from tests.support.token_counts import count_tokens
 
 ENGLISH = "The agent looked for a free room on Friday, found none, and asked the user for another day. " * 400
@@ -25,18 +25,18 @@ def test_the_first_estimate_is_no_less_than_what_a_tokenizer_counts(text: str) -
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE, RUSSIAN, DIGITS], ids=["English", "Chinese", "Russian", "digits"])
 def test_the_rate_of_a_long_text_is_learned_at_once(text: str) -> None:
     size, tokens = len(text.encode()), count_tokens(text)
-    assert learned_rate(1 / BYTES_PER_TOKEN, size, tokens) == pytest.approx(max(1.05 * tokens / size, 0.2))
+    assert update_tokens_per_byte(1 / BYTES_PER_TOKEN, size, tokens) == pytest.approx(max(1.05 * tokens / size, 0.2))
 
 
 @pytest.mark.parametrize("tokens", [0, 10, 20_000, 40_000])
 def test_usage_that_cannot_be_true_teaches_nothing(tokens: int) -> None:
-    assert learned_rate(0.25, 20_000, tokens) == 0.25
+    assert update_tokens_per_byte(0.25, 20_000, tokens) == 0.25
 
 
 def test_a_short_text_teaches_little() -> None:
     rate = 1 / BYTES_PER_TOKEN
-    assert rate * 0.98 < learned_rate(rate, 400, 70) < rate
-    assert learned_rate(rate, 40_000, 7_000) < rate * 0.8
+    assert rate * 0.98 < update_tokens_per_byte(rate, 400, 70) < rate
+    assert update_tokens_per_byte(rate, 40_000, 7_000) < rate * 0.8
 
 
 TOO_LONG = [

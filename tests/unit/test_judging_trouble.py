@@ -10,15 +10,15 @@ import pytest
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, cache_key, marked
+from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, cache_key, mark_cache_prefixes
 from draco_ray.judging.outage import (
     FailureKind,
-    advice,
     classify,
-    disconnected,
+    error_hint,
     headers_of,
+    is_connect_failure,
+    is_connection_broken,
     possibly_billed,
-    unconnected,
     wants_completion_tokens,
 )
 from draco_ray.records import Message
@@ -131,8 +131,8 @@ def context(cause: BaseException) -> Exception:
     ],
 )
 def test_whether_there_was_a_connection_and_whether_it_broke(error: Exception, connected: bool, broken: bool) -> None:
-    assert unconnected(error) is not connected
-    assert disconnected(error) is broken
+    assert is_connect_failure(error) is not connected
+    assert is_connection_broken(error) is broken
 
 
 def test_headers_are_those_of_the_answer() -> None:
@@ -164,7 +164,7 @@ EFFORT = "; to leave it out set judge.reasoning_effort=null"
     ],
 )
 def test_a_refused_parameter_is_named_with_the_key_that_mends_it(status: int, text: str, said: str) -> None:
-    assert advice(Refused(status, text)) == said
+    assert error_hint(Refused(status, text)) == said
 
 
 @pytest.mark.parametrize(
@@ -290,8 +290,8 @@ class LiteLLM:
 
 async def sent(litellm: LiteLLM, made: Endpoint, request: Request, server: Server) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("draco_ray.judging.endpoint.quiet_litellm", lambda: litellm)
-        patch.setattr("draco_ray.judging.tokens.quiet_litellm", lambda: litellm)
+        patch.setattr("draco_ray.judging.endpoint.import_litellm_quietly", lambda: litellm)
+        patch.setattr("draco_ray.judging.tokens.import_litellm_quietly", lambda: litellm)
         assert await made.complete(request, server, 99, 12.5) == "reply"
     return litellm.sent[-1]
 
@@ -329,7 +329,7 @@ async def test_how_a_provider_is_told_of_shared_beginnings() -> None:
     server, bare = Server(None, "secret"), Request(messages=(LONG,))
     made = endpoint(model="anthropic/m", temperature=None)
     litellm = LiteLLM(provider="anthropic")
-    marks = marked(PLAIN["messages"], (9_000,))  # type: ignore[arg-type]
+    marks = mark_cache_prefixes(PLAIN["messages"], (9_000,))  # type: ignore[arg-type]
     assert await sent(litellm, made, ASK, server) == PLAIN | {"model": "anthropic/m", "messages": marks}
     assert await sent(litellm, made, bare, server) == PLAIN | {"model": "anthropic/m"}
     assert await sent(LiteLLM(), endpoint(temperature=None), bare, server) == PLAIN

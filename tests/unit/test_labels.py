@@ -16,9 +16,16 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import shared_ends
-from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
+from draco_ray.judging.labels import (
+    Label,
+    corrected,
+    count_contradicted_labels,
+    examples_of,
+    examples_text,
+    load_labels,
+)
 from draco_ray.judging.phases import Score, Stage1
-from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
+from draco_ray.lab.analysis.labels import citations, human_agreement, inter_annotator_agreement, labelled_reliability
 from draco_ray.records import JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -155,11 +162,17 @@ def test_of_one_persons_labels_those_are_counted_that_say_another_thing_than_bef
         return Label(**a_label(**said))
 
     first = label(by="ann")
-    assert taken_back([first, first, label(by="bob", verdict=-1), label(by="ann", criterion=1, verdict=-1)]) == 0
+    assert (
+        count_contradicted_labels([first, first, label(by="bob", verdict=-1), label(by="ann", criterion=1, verdict=-1)])
+        == 0
+    )
     # Each is compared with the one before it, not with the first.
-    assert taken_back([first, label(by="ann", verdict=-1), label(by="ann")]) == 2
-    assert taken_back([first, label(by="ann", citation=True), label(by="ann", verdict=None, citation=True)]) == 1
-    assert taken_back([label(verdict=None, citation=True), label(citation=False)]) == 1
+    assert count_contradicted_labels([first, label(by="ann", verdict=-1), label(by="ann")]) == 2
+    assert (
+        count_contradicted_labels([first, label(by="ann", citation=True), label(by="ann", verdict=None, citation=True)])
+        == 1
+    )
+    assert count_contradicted_labels([label(verdict=None, citation=True), label(citation=False)]) == 1
 
 
 def labels_of(*pairs: tuple[int, int], by: str = "", groups: int = 4) -> list[Label]:
@@ -177,7 +190,7 @@ def overall(table: Any) -> dict[str, Any]:
 
 def test_people_are_the_reference() -> None:
     # Of ten that people pass the judge fails one; of ten that they fail it passes four.
-    found = overall(against_people(labels_of(*[(1, 1)] * 9, (-1, 1), *[(-1, -1)] * 6, *[(1, -1)] * 4)))
+    found = overall(human_agreement(labels_of(*[(1, 1)] * 9, (-1, 1), *[(-1, -1)] * 6, *[(1, -1)] * 4)))
     assert (found["judgments"], found["passes"], found["fails"]) == (20, 10, 10)
     assert found["false_pass"] == pytest.approx(0.4)
     assert found["false_fail"] == pytest.approx(0.1)
@@ -189,9 +202,9 @@ def test_people_are_the_reference() -> None:
 
 def test_two_people_are_compared_where_both_labelled() -> None:
     ann, bob = labels_of((1, 1), (1, -1), (1, 1), by="ann"), labels_of((1, 1), (1, 1), by="bob")
-    found = overall(between_people([*ann, *bob]))
+    found = overall(inter_annotator_agreement([*ann, *bob]))
     assert (found["phase"], found["judgments"], found["agreement"]) == ("ann / bob", 2, 0.5)
-    assert between_people(ann).num_rows == 0
+    assert inter_annotator_agreement(ann).num_rows == 0
 
 
 def test_citations_have_a_share_and_an_overlap() -> None:

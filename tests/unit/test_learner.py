@@ -25,7 +25,7 @@ from draco_ray.learner.loss import HISTOGRAM_BINS
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
 from draco_ray.runs.checkpoints import ADAPTER, OPTIMIZER, read_updates
-from tests.support.killed import Killed, killed_after
+from tests.support.killed import SimulatedKill, kill_after_changes
 
 WORDS = 300
 
@@ -493,9 +493,9 @@ def test_a_checkpoint_is_whole_or_the_one_before_wherever_its_writer_is_killed(
     while True:
         shutil.rmtree(at, ignore_errors=True)
         try:
-            with killed_after(changes):
+            with kill_after_changes(changes):
                 learner.save(at)
-        except Killed:
+        except SimulatedKill:
             if at.exists():
                 make_learner(model).load(at)
             changes += 1

@@ -12,7 +12,7 @@ import pytest
 
 from draco_ray.errors import LearnerError
 from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.command_log import Command, CommandLog, Start
+from draco_ray.learner.command_log import Command, CommandLog, StartPosition
 
 
 class Writes:
@@ -49,7 +49,7 @@ async def asked_to_save(log: CommandLog, directory: str) -> asyncio.Task[None]:
     return task
 
 
-async def started(log: CommandLog) -> Start:
+async def started(log: CommandLog) -> StartPosition:
     """Where workers begin that may."""
     start = await log.start()
     assert start is not None
@@ -84,7 +84,7 @@ async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     for rank in range(2):
         await log.finish(rank, 0, (None,))
     await log.finish(0, 1, (Writes(),))
-    assert await started(log) == Start(checkpoint="first", position=0)  # one worker has not finished
+    assert await started(log) == StartPosition(checkpoint="first", position=0)  # one worker has not finished
     await log.finish(1, 1, (None,))
     await saving
     start = await started(log)
@@ -110,7 +110,7 @@ async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> No
     disk_ready.set()
     await saving
     assert snapshot.written == [Path("second")]
-    assert (await started(log)) == Start(checkpoint="second", position=1)
+    assert (await started(log)) == StartPosition(checkpoint="second", position=1)
     assert await log.next(1) == CANARY
 
 

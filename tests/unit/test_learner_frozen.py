@@ -14,7 +14,16 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import CanaryFailed
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.model import FORMATS, QuantizedLinear, dequantized, quantized
-from tests.support.double_learner import CASES, MODELS, double, gradient_of, learner_of, oracle, samples_of, save_models
+from tests.support.double_learner import (
+    CASES,
+    MODELS,
+    gradient_of,
+    learner_of,
+    oracle,
+    samples_of,
+    save_models,
+    use_double_precision,
+)
 from tests.unit.test_engine_canary import judge
 
 PRECISIONS = list(FORMATS)
@@ -71,7 +80,7 @@ def test_loss_and_gradients_are_those_of_a_model_on_the_grid(
 ) -> None:
     """In double precision, of the whole model on padded sequences."""
     torch.set_num_threads(1)
-    double(kind, monkeypatch.setattr)
+    use_double_precision(kind, monkeypatch.setattr)
     samples = samples_of(CASES["several groups"])
     learner = learner_of(folder, kind, base_precision=precision, gradient_checkpointing=True)
     old = learner.old_logprobs(samples)

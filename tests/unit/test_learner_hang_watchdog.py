@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from draco_ray.engine.actor import CoreWatch
+from draco_ray.engine.actor import StallDetector
 from draco_ray.learner import train_loop
 from draco_ray.learner.train_loop import end_if_hung
 
@@ -16,7 +16,7 @@ class Worker:
 
     def __init__(self, *, advances: bool) -> None:
         self.ended, self.looked = threading.Event(), threading.Semaphore(0)
-        self.watch = CoreWatch(0.003, 0.001)
+        self.watch = StallDetector(0.003, 0.001)
         self._advances, self._progress = advances, 0
         hung = (self.watch, self.progress, self.ended.set)
         threading.Thread(target=end_if_hung, args=hung, daemon=True).start()

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from draco_ray.config.schema import LearnerConfig
 from draco_ray.learner.base import UpdateMetrics, over_workers
-from draco_ray.learner.loss import HISTOGRAM_BINS, correction, k3_estimates, log_ratio_histogram, ratio_quantile
+from draco_ray.learner.loss import HISTOGRAM_BINS, importance_weights, k3_estimates, log_ratio_histogram, ratio_quantile
 
 samples = st.lists(st.lists(st.floats(-30, 30), min_size=1, max_size=6), min_size=1, max_size=5)
 """Log-ratios of each sample's tokens."""
@@ -29,7 +29,9 @@ def corrected(told: list[list[float]], **keys: Any) -> tuple[list[float] | None,
     """The weights, and how many were cut and masked."""
     log_ratio = torch.tensor([value for sample in told for value in sample], dtype=torch.float64)
     sample = torch.tensor([index for index, values in enumerate(told) for _ in values])
-    weight, truncated, masked = correction(log_ratio, torch.zeros_like(log_ratio), sample, LearnerConfig(**keys))
+    weight, truncated, masked = importance_weights(
+        log_ratio, torch.zeros_like(log_ratio), sample, LearnerConfig(**keys)
+    )
     return None if weight is None else weight.tolist(), int(truncated), int(masked)
 
 

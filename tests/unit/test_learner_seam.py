@@ -33,8 +33,8 @@ from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import rewind
-from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync
-from tests.support.killed import Killed
+from draco_ray.training.trainer import BatchScheduler, TaskOrder, Trainer, WeightSync
+from tests.support.killed import SimulatedKill
 from tests.support.tiny_model import build_tiny_model
 
 PAGE = Path("docs/extending/learner.md")
@@ -155,7 +155,7 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
     return Trainer(
         config,
-        batches=Batches(dict.fromkeys(TASKS, ()), TaskOrder(TASKS, 2, seed=0), pipeline, console),
+        batches=BatchScheduler(dict.fromkeys(TASKS, ()), TaskOrder(TASKS, 2, seed=0), pipeline, console),
         learner=learner,
         fleet=fleet,
         weights=WeightSync(learner, fleet, advantages, tolerance=config.engine.canary_tolerance, moved=False),
@@ -210,11 +210,11 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
 
     def killed(step: int, metrics: Any) -> Any:
         if step == 2:
-            raise Killed
+            raise SimulatedKill
         return finish(step, metrics)
 
     trainer.store.finish_step = SimpleNamespace(remote=killed)
-    with pytest.raises(Killed):
+    with pytest.raises(SimulatedKill):
         await trainer.train(1, 2)
     assert run.checkpoint_steps() == [1, 2]
     assert rewind(run, reuse=True).step == 2

@@ -18,12 +18,12 @@ from tests.support.double_learner import (
     CASES,
     COMMON,
     MODELS,
-    double,
     gradient_of,
     learner_of,
     oracle,
     samples_of,
     save_models,
+    use_double_precision,
 )
 
 
@@ -31,7 +31,7 @@ from tests.support.double_learner import (
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """A family of models, whose norms, gates and states are computed in double precision."""
     torch.set_num_threads(1)
-    double(request.param, monkeypatch.setattr)
+    use_double_precision(request.param, monkeypatch.setattr)
     name: str = request.param
     return name
 

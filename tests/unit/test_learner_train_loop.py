@@ -16,26 +16,26 @@ import torch.distributed
 
 from draco_ray.config.schema import LearnerConfig
 from draco_ray.learner import lora_learner, train_loop, worker
-from draco_ray.learner.command_log import Command, Start
+from draco_ray.learner.command_log import Command, StartPosition
 from draco_ray.learner.train_loop import _run, _start
 from draco_ray.observability import logs
 
-BEGIN = Start(checkpoint="first", position=3)
+BEGIN = StartPosition(checkpoint="first", position=3)
 
 
 class Group:
     """Two workers, one after the other in this process; what the first is told is carried to the second."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, answer: Start | Exception | None) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, answer: StartPosition | Exception | None) -> None:
         self.asked = 0
         self._answer, self._patch = answer, patch
-        self._carried: list[Start | None] = []
+        self._carried: list[StartPosition | None] = []
         self._log = SimpleNamespace(start=SimpleNamespace(remote=self._ask))
         patch.setattr(ray, "get", self._get)
         patch.setattr(ray.train.torch, "get_device", lambda: "cuda:1")
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
 
-    def begin(self) -> list[Start | None]:
+    def begin(self) -> list[StartPosition | None]:
         """Where each begins."""
         found = []
         for self._rank in range(2):
@@ -48,7 +48,7 @@ class Group:
         self.asked += 1
         return "where to begin"
 
-    def _get(self, reference: str) -> Start | None:
+    def _get(self, reference: str) -> StartPosition | None:
         assert reference == "where to begin"
         if isinstance(self._answer, Exception):
             raise self._answer
@@ -64,7 +64,7 @@ class Group:
 
 @pytest.mark.parametrize("answer", [BEGIN, None])
 def test_one_worker_asks_where_to_begin_and_all_are_told_the_same(
-    monkeypatch: pytest.MonkeyPatch, answer: Start | None
+    monkeypatch: pytest.MonkeyPatch, answer: StartPosition | None
 ) -> None:
     group = Group(monkeypatch, answer)
     assert group.begin() == [answer, answer]
@@ -101,11 +101,11 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(logs, "private_files", lambda: None)
+    monkeypatch.setattr(logs, "set_private_umask", lambda: None)
     monkeypatch.setattr(lora_learner, "LoraLearner", lambda *_, **__: SimpleNamespace(policy=policy))
     monkeypatch.setattr(worker, "LearnerWorker", Worker)
     monkeypatch.setattr(train_loop, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(os, "kill", lambda process, number: killed.set())
-    _run(given, Start(checkpoint=None, position=0))
+    _run(given, StartPosition(checkpoint=None, position=0))
     assert killed.is_set()
     assert said == ["a worker completed no layer for learner.hang_seconds=0.003, so a kernel probably hangs"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from draco_ray.records import Verdict
-from draco_ray.rollout.code_block import numbered
+from draco_ray.rollout.code_block import number_tool_results
 from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import Steps
 
@@ -115,7 +115,7 @@ def played(tools: Any, task: dict[str, Any], plan: list[list[tuple[str, dict[str
             f"<tool_call>\n{FORMS[form]({'name': name, 'arguments': arguments})}\n</tool_call>"
             for name, arguments in calls
         )
-        steps.append(Step(number=number, code=code, output=numbered([name for name, _ in calls], results)))
+        steps.append(Step(number=number, code=code, output=number_tool_results([name for name, _ in calls], results)))
     return Steps([*steps, Step(number=len(steps) + 1, code="Done.", output=None, message=True)])
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from draco_ray.commands import model
 from draco_ray.commands.model import MODELS, download, fetch
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.model_directory import chat_template_text, load_tokenizer
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.errors import ConfigError
@@ -108,7 +108,7 @@ def test_the_model_that_is_fetched_has_weights_tokenizer_and_a_template_with_too
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == chat_template_text("hermes")
     tokenizer = load_tokenizer(str(folder))
-    assert "<tool_call>" in ChatTokens(tokenizer, thinking=False).written_call()
+    assert "<tool_call>" in ChatTokenizer(tokenizer, thinking=False).written_call()
     assert tokenizer.decode(tokenizer.encode("The book is late.")) == "The book is late."
 
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
 
 def test_the_hermes_template_has_tools_calls_and_results() -> None:
     tokenizer = chat_tokenizer(chat_template_text("hermes"))
-    chat = ChatTokens(tokenizer, thinking=False)
+    chat = ChatTokenizer(tokenizer, thinking=False)
     told = [Message(role="system", content="Calculate."), Message(role=TOOLS, content=json.dumps([TOOL]))]
     prompt = tokenizer.decode(chat.prompt([*told, Message(role="user", content="1 + 2?")]))
     assert prompt.startswith("<|im_start|>system\nCalculate.\n\nYou can call these functions.")

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from draco_ray.judging import tokens
-from draco_ray.judging.tokens import listed_model, model_limit, quiet_litellm, refused_parameters
+from draco_ray.judging.tokens import import_litellm_quietly, litellm_model_info, model_limit, refused_parameters
 from tests.conftest import REPOSITORY
 
 
 def test_the_price_list_is_the_packages_own_and_nothing_is_sent_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    litellm = quiet_litellm()
+    litellm = import_litellm_quietly()
     monkeypatch.delenv("LITELLM_LOCAL_MODEL_COST_MAP", raising=False)
     monkeypatch.setattr(litellm, "suppress_debug_info", False)
     monkeypatch.setattr(litellm, "telemetry", True)
-    quiet_litellm()
+    import_litellm_quietly()
     # The only word that LiteLLM takes for yes.
     assert os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
     assert litellm.suppress_debug_info is True
@@ -29,7 +29,7 @@ def test_the_price_list_is_the_packages_own_and_nothing_is_sent_or_printed(monke
 
 def test_whoever_wants_the_latest_price_list_can_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "False")
-    quiet_litellm()
+    import_litellm_quietly()
     assert os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] == "False"
 
 
@@ -41,14 +41,14 @@ def test_a_limit_is_a_number_of_tokens_or_not_known(
 ) -> None:
     row = {"max_input_tokens": listed, "max_output_tokens": 7}
     table = SimpleNamespace(get_model_info=lambda model: {"key": model}, model_cost={"openai/m": row})
-    monkeypatch.setattr(tokens, "quiet_litellm", lambda: table)
+    monkeypatch.setattr(tokens, "import_litellm_quietly", lambda: table)
     assert model_limit("openai/m", "max_input_tokens") == limit
     assert model_limit("openai/m", "max_output_tokens") == 7
 
 
 def test_the_price_file_is_read_as_litellm_reads_it() -> None:
     """For every chat model of the table, under its name and under its provider's prefix."""
-    litellm = quiet_litellm()
+    litellm = import_litellm_quietly()
     others = []
     for name, row in tokens._table().items():
         provider = row.get("litellm_provider")
@@ -59,7 +59,7 @@ def test_the_price_file_is_read_as_litellm_reads_it() -> None:
                 theirs = litellm.model_cost[litellm.get_model_info(asked)["key"]]
             except Exception:
                 continue
-            if any(theirs.get(field) != value for field, value in listed_model(asked).items()):
+            if any(theirs.get(field) != value for field, value in litellm_model_info(asked).items()):
                 others.append(asked)
     assert others == []
 
@@ -106,7 +106,7 @@ def test_a_temperature_is_refused_where_it_is_known_to_be(
     monkeypatch: pytest.MonkeyPatch, model: str, temperature: float, refuses: bool
 ) -> None:
     table = Table()
-    monkeypatch.setattr(tokens, "quiet_litellm", lambda: table)
+    monkeypatch.setattr(tokens, "import_litellm_quietly", lambda: table)
     assert (refused_parameters(model, "http://own", temperature=temperature) is not None) is refuses
     asked = [] if model == "nobody/cold" else [(model[2:], "p", temperature)]
     assert table.asked == ["http://own", *asked]

@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.cli import main
 from draco_ray.errors import ConfigError
-from draco_ray.lab.files import whole_file
+from draco_ray.lab.files import atomic_output_file
 from tests.support.small_run import small_run
 
 FILES = {
@@ -103,7 +103,7 @@ def test_a_file_that_was_not_finished_leaves_the_old_one(tmp_path: Path, problem
     path.write_text("old")
 
     def fail() -> None:
-        with whole_file(path) as temporary:
+        with atomic_output_file(path) as temporary:
             temporary.write_text("half")
             raise problem
 

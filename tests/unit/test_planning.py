@@ -16,7 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ConfigError
-from draco_ray.judging.judge_context import context_tokens
+from draco_ray.judging.judge_context import self_judge_context_length
 from draco_ray.lab.planning.memory import (
     GIB,
     LearnerMemory,
@@ -26,7 +26,7 @@ from draco_ray.lab.planning.memory import (
     kv_bytes,
     learner_memory,
     micro_batch_tokens,
-    state_bytes,
+    recurrent_state_bytes,
 )
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape, read_shape
 from draco_ray.lab.planning.step_time import Assumptions, assumptions, learner_flops, step_time
@@ -379,8 +379,8 @@ def test_kv_cache_and_state_of_a_sequence() -> None:
     shape = shape_of(QWEN27)
     assert kv_bytes(shape, 1, 2) == 16 * 2 * 4 * 256 * 2
     assert kv_bytes(shape, 8, 2) == 16 * 2 * 1 * 256 * 2  # heads are not split further, but repeated
-    assert state_bytes(shape, 1, 2) == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
-    assert state_bytes(shape_of(QWEN32), 1, 2) == 0
+    assert recurrent_state_bytes(shape, 1, 2) == 48 * (48 * 128 * 128 * 4 + 3 * 10240 * 2)
+    assert recurrent_state_bytes(shape_of(QWEN32), 1, 2) == 0
 
 
 def test_an_engine_takes_its_share_of_the_gpu_and_caches_in_the_rest() -> None:
@@ -390,7 +390,7 @@ def test_an_engine_takes_its_share_of_the_gpu_and_caches_in_the_rest() -> None:
     assert memory.kv_cache == memory.limit - sum(item.bytes for item in memory.items)
     assert memory.items[0].bytes == shape.parameters  # two bytes a parameter over two GPUs
     judged = load_config("qwen3.6-27b", setting="self-judge")
-    assert engine_memory(judged, shape, 80 * GIB, 0).length == context_tokens(judged)
+    assert engine_memory(judged, shape, 80 * GIB, 0).length == self_judge_context_length(judged)
 
 
 TURNS = (

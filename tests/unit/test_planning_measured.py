@@ -22,7 +22,7 @@ from draco_ray.lab.planning.memory import (
     LearnerMemory,
     chunk_bytes,
     learner_memory,
-    saved_bytes,
+    saved_activation_bytes,
     shared_prompt_bytes,
     total,
 )
@@ -303,7 +303,7 @@ def test_what_a_layer_keeps_is_what_the_plan_says(measure: Measure, name: str, d
     # The first one's norm has nothing to keep: nothing below it is trained.
     for layer, kept in list(zip(measured.shape.layers, measured.saved(), strict=True))[1:]:
         width, tolerance = (2, 0.03) if dtype == "bfloat16" else (4, 0.07)
-        planned = TOKENS * saved_bytes(measured.shape, layer, width, 1, kernels=False)
+        planned = TOKENS * saved_activation_bytes(measured.shape, layer, width, 1, kernels=False)
         planned += shared_prompt_bytes(measured.config, measured.shape, layer)
         assert planned == pytest.approx(kept, rel=tolerance)
 

@@ -17,7 +17,7 @@ from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.summaries import RolloutSummary
 from draco_ray.workers.elastic import BACKOFF_SECONDS, fixed_workers
-from tests.support.away import ASKED_TO_GO, OUT_OF_REACH
+from tests.support.actor_errors import ASKED_TO_GO, OUT_OF_REACH
 
 
 class Up:

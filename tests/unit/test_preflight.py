@@ -21,11 +21,11 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.prompts import KEY_FILE
-from draco_ray.judging.reply_cache import FILE, check_own_disk, file_system_of
+from draco_ray.judging.reply_cache import FILE, check_local_disk, file_system_of
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import preflight, run
-from draco_ray.training.checks import Start, check_model
+from draco_ray.training.checks import CheckContext, check_model
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.preflight import (
     SUBMITTED,
@@ -39,7 +39,7 @@ from draco_ray.training.preflight import (
     probe_node,
     step_size,
 )
-from tests.support.mounts import mounted
+from tests.support.mounts import patch_mounts
 from tests.support.small_run import small_run
 from tests.support.tiny_model import build_tiny_model
 
@@ -110,7 +110,7 @@ MOUNTS = (
 
 
 def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted(monkeypatch, *MOUNTS)
+    patch_mounts(monkeypatch, *MOUNTS)
     paths = ("/var/x", "/shared", "/sharedness", "/shared/scratch/x", "/home/a b/runs", "/auto/x")
     assert [file_system_of(Path(path)) for path in paths] == [
         ("ext4", Path("/")),
@@ -123,16 +123,16 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount(monkeypatch: p
 
 
 def test_unknown_mounts_are_no_reason_to_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mounted(monkeypatch)
-    check_own_disk(tmp_path)
-    mounted(monkeypatch, ("/nowhere\udcff", "nfs4"))
-    check_own_disk(tmp_path)
+    patch_mounts(monkeypatch)
+    check_local_disk(tmp_path)
+    patch_mounts(monkeypatch, ("/nowhere\udcff", "nfs4"))
+    check_local_disk(tmp_path)
 
 
 def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(
     paper: DracoConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounted(monkeypatch, *MOUNTS)
+    patch_mounts(monkeypatch, *MOUNTS)
 
     def check(run: str, *, cache: str | None = None, root: str | Path = Path("runs"), **more: object) -> None:
         judge = paper.judge.model_copy(update={"cache": cache and Path(cache), **more})
@@ -159,7 +159,7 @@ def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mend
 def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mounted(monkeypatch, (str(tmp_path), "nfs4"))
+    patch_mounts(monkeypatch, (str(tmp_path), "nfs4"))
     config = load_config("sandbox", [f"run.root={tmp_path}"])
     folder = RunDirectory.create(tmp_path / "first", "")
     with pytest.raises(ConfigError, match=r"judge replies cannot be stored in .*first/judge_cache"):
@@ -457,7 +457,7 @@ def test_training_on_gpus_that_do_not_divide_a_model_ends_before_anything_starts
     model = build_tiny_model(tmp_path / "model")
     paper = load_config("qwen3.6-27b", [f"model.path={model}", "engine.tensor_parallel=3", "engine.gpus_per_engine=3"])
     with pytest.raises(ConfigError, match="engine.tensor_parallel=3 does not divide model"):
-        check_model(Start(paper, Console(quiet=True)))
+        check_model(CheckContext(paper, Console(quiet=True)))
 
 
 def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
@@ -473,4 +473,4 @@ def test_training_a_mixture_of_experts_of_another_family_ends_before_anything_st
     (model / "config.json").write_text(json.dumps({**config, "num_experts": 4}))
     paper = load_config("qwen3.6-27b", [f"model.path={model}"])
     with pytest.raises(ConfigError, match="a mixture of experts"):
-        check_model(Start(paper, Console(quiet=True)))
+        check_model(CheckContext(paper, Console(quiet=True)))

@@ -27,7 +27,7 @@ from draco_ray.rollout.agent import RolloutRequest, find_agent
 from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.worker import rollout_starter
-from tests.support.endpoint_episode import CHAT, END, TASK, TOOL, ScriptedSampler, call, check_books
+from tests.support.endpoint_episode import CHAT, END, TASK, TOOL, ScriptedSampler, call, check_recorded_tokens
 from tests.support.turns import AheadClock
 
 CURL = """\
@@ -100,7 +100,7 @@ class Rollouts:
         agent = self.agent(source, **overrides)
         request = RolloutRequest(task_id=TASK.task_id, group="g", rollout=rollout, attempt=0, seed=1)
         played = await agent.run(self.world, request)
-        check_books(played, self.sampler)
+        check_recorded_tokens(played, self.sampler)
         return played
 
 

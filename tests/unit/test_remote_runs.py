@@ -21,14 +21,21 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.remote import place as places
-from draco_ray.runs.remote.claim import Claim, ClaimLost, take
+from draco_ray.runs.remote import location as places
+from draco_ray.runs.remote.claim import Claim, ClaimLost, claim_run
 from draco_ray.runs.remote.copier import Copier, listing, restore
+from draco_ray.runs.remote.location import (
+    RunLocation,
+    begun,
+    fetch_run_for_reading,
+    open_working_folder,
+    parse_run_location,
+    run_location,
+)
 from draco_ray.runs.remote.manifest import Marker, latest_manifest
-from draco_ray.runs.remote.place import Place, begun, place_at, place_of, readable, working
 from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
-from tests.support.killed import Killed
+from tests.support.killed import SimulatedKill
 from tests.support.object_store import MemoryStore
 from tests.support.small_run import TASKS, a_call, small_run, write_group
 
@@ -99,7 +106,7 @@ def consistent(folder: Path) -> tuple[int, int, list[int]]:
 
 
 def copier_of(store: ObjectStore, folder: Path) -> Copier:
-    return Copier(store, folder, take(store, lease=0.0))
+    return Copier(store, folder, claim_run(store, lease=0.0))
 
 
 @pytest.mark.deployment
@@ -109,7 +116,7 @@ def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_
     for point in range(10_000):
         store, run = MemoryStore(), SmallRun(tmp_path / "run")
         store.left = point
-        with contextlib.suppress(Killed):
+        with contextlib.suppress(SimulatedKill):
             copier = copier_of(store, run.path)
             copier.tidy(store)
             for step in (1, 2):
@@ -187,7 +194,7 @@ def test_names_survive_and_nobody_else_may_read(tmp_path: Path) -> None:
     (run.path / "half.tmp").write_text("half")
     url = f"file://{tmp_path}/store/50% #1 ü"
     store = ObjectStore(url)
-    assert Copier(store, run.path, take(store)).copy(store)
+    assert Copier(store, run.path, claim_run(store)).copy(store)
     restore(store, tmp_path / "there")
     for name in odd:
         assert (tmp_path / "there" / name).read_text() == name
@@ -249,7 +256,7 @@ def test_a_manifest_of_another_schema_version_is_refused_in_one_line(
 
 def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
     store = MemoryStore()
-    first = take(store)
+    first = claim_run(store)
     beats = iter(range(100))
 
     def sleep(seconds: float) -> None:
@@ -258,16 +265,16 @@ def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
             first.renew(store)
 
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is using this run"):
-        take(store, sleep=sleep)
+        claim_run(store, sleep=sleep)
     first.check(store)
     # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
-    second = take(store, sleep=lambda seconds: None)
+    second = claim_run(store, sleep=lambda seconds: None)
     second.check(store)
     with pytest.raises(ClaimLost, match="another driver has taken over this run"):
         first.check(store)
     assert second.epoch == first.epoch + 1
     second.release(store)
-    assert take(store).epoch >= 1
+    assert claim_run(store).epoch >= 1
 
 
 def test_drivers_that_begin_at_once_are_never_two() -> None:
@@ -289,7 +296,7 @@ def test_drivers_that_begin_at_once_are_never_two() -> None:
 
         def _other(self) -> None:
             with contextlib.suppress(ConfigError):
-                take(self, sleep=self._lives)
+                claim_run(self, sleep=self._lives)
                 self.granted += 1
 
         def _lives(self, seconds: float) -> None:
@@ -300,7 +307,7 @@ def test_drivers_that_begin_at_once_are_never_two() -> None:
     for at in [*range(1, 8), *range(-8, 0)]:
         store = Meeting(at)
         with contextlib.suppress(ConfigError):
-            take(store, sleep=store._lives)
+            claim_run(store, sleep=store._lives)
             store.granted += 1
         assert store.granted == 1, at
 
@@ -317,7 +324,7 @@ def test_a_claim_of_a_process_that_has_ended_here_is_not_waited_for() -> None:
     def sleep(seconds: float) -> None:
         raise AssertionError
 
-    assert take(store, sleep=sleep).epoch == 4
+    assert claim_run(store, sleep=sleep).epoch == 4
     assert len(store.names("claims")) == 1
 
 
@@ -325,7 +332,7 @@ def test_a_driver_that_was_thought_dead_changes_nothing(tmp_path: Path) -> None:
     store, run = MemoryStore(), SmallRun(tmp_path / "run")
     copier = copier_of(store, run.path)
     copier.copy(store)
-    take(store, lease=0.0)
+    claim_run(store, lease=0.0)
     run.piece(1, TASKS[0])
     before = {name for name in store.objects if name.startswith("manifests/")}
     with pytest.raises(ClaimLost):
@@ -419,43 +426,43 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"file://{tmp_path}/store/über 1%#"
 
 
-def a_place(url: str, local: Path | None = None) -> Place:
+def a_place(url: str, local: Path | None = None) -> RunLocation:
     config = load_config(None, ["run.name=a run", f"run.local={local}" if local else "seed=0"]).run
-    return place_of(config.model_copy(update={"root": url}), "a run")
+    return run_location(config.model_copy(update={"root": url}), "a run")
 
 
 def test_a_run_goes_on_here_and_on_a_machine_that_has_nothing(tmp_path: Path, url: str) -> None:
     said: list[str] = []
     here, elsewhere = a_place(url, tmp_path / "here"), a_place(url, tmp_path / "elsewhere")
     assert not begun(here, said.append)
-    with working(here, said.append, new=True) as path:
+    with open_working_folder(here, said.append, new=True) as path:
         SmallRun(path).piece(1, TASKS[0])
     assert said == [f"copied to {url}/a run"]
     assert begun(here, said.append)
     assert begun(elsewhere, said.append)
-    with pytest.raises(ConfigError, match="already exists"), working(elsewhere, said.append, new=True):
+    with pytest.raises(ConfigError, match="already exists"), open_working_folder(elsewhere, said.append, new=True):
         pass
-    with working(elsewhere, said.append) as path:
+    with open_working_folder(elsewhere, said.append) as path:
         assert contents(path).keys() == contents(here.local).keys()
         assert consistent(path) == consistent(here.local)
         (path / "more").write_text("of there")
     # What is here is older now: it is kept aside.
-    with working(here, said.append) as path:
+    with open_working_folder(here, said.append) as path:
         assert (path / "more").read_text() == "of there"
     assert contents(here.local.with_name("a run.before-1")).keys() == contents(here.local).keys() - {"more"}
     assert any("the run continued elsewhere" in line for line in said)
-    assert place_at(here.local) == here
-    assert readable(f"{url}/a run").name == "a run"
-    assert consistent(readable(f"{url}/a run", checkpoints=True)) == consistent(here.local)
+    assert parse_run_location(here.local) == here
+    assert fetch_run_for_reading(f"{url}/a run").name == "a run"
+    assert consistent(fetch_run_for_reading(f"{url}/a run", checkpoints=True)) == consistent(here.local)
     with pytest.raises(ConfigError, match="no run found"):
-        readable(f"{url}/another")
+        fetch_run_for_reading(f"{url}/another")
 
 
 def test_adapters_that_stay_in_the_store_are_counted(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = a_place(url, tmp_path / "here")
-    with working(place, lambda line: None, new=True) as path:
+    with open_working_folder(place, lambda line: None, new=True) as path:
         small_run(tmp_path / "made")
         shutil.copytree(tmp_path / "made", path, dirs_exist_ok=True)
         for step in (1, 12):
@@ -464,7 +471,7 @@ def test_adapters_that_stay_in_the_store_are_counted(
             (adapter / "adapter_config.json").write_text("{}")
     runs_show(f"{url}/a run")
     assert ", 2 adapters" in " ".join(capsys.readouterr().out.split())
-    assert not (readable(f"{url}/a run") / "checkpoints").exists()
+    assert not (fetch_run_for_reading(f"{url}/a run") / "checkpoints").exists()
     runs_show(str(place.local))
     assert ", 2 adapters" in " ".join(capsys.readouterr().out.split())
 
@@ -475,7 +482,7 @@ def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(
     """The end could not copy: exit with one line, and the next start copies it."""
     place = a_place(url)
     said: list[str] = []
-    with working(place, said.append) as path:
+    with open_working_folder(place, said.append) as path:
         run = SmallRun(path)
     monkeypatch.setattr(places, "END_SECONDS", 0.0)
 
@@ -483,7 +490,7 @@ def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(
         raise StoreError("503 Slow Down")
 
     def work() -> None:
-        with monkeypatch.context() as patch, working(place, said.append):
+        with monkeypatch.context() as patch, open_working_folder(place, said.append):
             run.piece(1, TASKS[0])
             patch.setattr(ObjectStore, "write", broken)
 
@@ -493,9 +500,9 @@ def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(
     assert "\n" not in line
     assert f"draco train --resume '{place.local}'" in line
     assert "503 Slow Down" in line
-    with working(place_at(place.local), said.append) as path:
+    with open_working_folder(parse_run_location(place.local), said.append) as path:
         assert RunDirectory.open(path).table("judge_calls").num_rows == CALLS
-    assert RunDirectory.open(readable(f"{url}/a run")).table("judge_calls").num_rows == CALLS
+    assert RunDirectory.open(fetch_run_for_reading(f"{url}/a run")).table("judge_calls").num_rows == CALLS
 
 
 def test_somebody_elses_folder_does_not_say_where_it_is_copied(
@@ -504,11 +511,11 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
     run = SmallRun(tmp_path / "run")
     Marker(url).write(run.path)
-    assert place_at(run.path).url == url
+    assert parse_run_location(run.path).url == url
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "yours"))
     with pytest.raises(ConfigError, match="somebody else made this folder, and it would be copied to"):
-        place_at(run.path)
-    assert place_at(run.path, trust=True).url == url
+        parse_run_location(run.path)
+    assert parse_run_location(run.path, trust=True).url == url
 
 
 @pytest.mark.parametrize(
@@ -520,7 +527,7 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
     ],
 )
 def test_a_root_that_is_none_is_one_line(root: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem) as refusal, working(a_place(root), print):
+    with pytest.raises(ConfigError, match=problem) as refusal, open_working_folder(a_place(root), print):
         pass
     assert "\n" not in str(refusal.value)
     assert "secret" not in str(refusal.value)

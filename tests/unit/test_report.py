@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
-from draco_ray.commands.report import write
+from draco_ray.commands.report import write_reports
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan
 from draco_ray.lab.report.groups import pack, packed_groups, unpack
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.page import INERT, KINDS, QUALITY, REWARD, ceiling, write_report
+from draco_ray.lab.report.page import INERT, KINDS, QUALITY, REWARD, pass_rate_ceiling_note, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -122,7 +122,7 @@ def test_rollouts_that_the_judge_scored_for_want_of_an_evaluator_are_in_the_page
 
 def test_evaluations_of_a_finished_run_are_in_the_page(tmp_path: Path) -> None:
     run = small_run(tmp_path / "small", steps=1)
-    plan = Plan(
+    plan = EvaluationPlan(
         benchmark="appworld",
         split="dev",
         label="l",
@@ -155,10 +155,10 @@ def test_the_ceiling_of_a_pass_rate_is_said_where_there_is_one(run: RunDirectory
     # Of the default group size.
     assert page.count("5 of 6 rollouts pass a surviving criterion and the ceiling is 83%") == 2
     other = RunDirectory.create(tmp_path / "other", "algorithm: {rule: no_dropout}\n")
-    assert ceiling(other) == ""
-    assert "3 of 4" in ceiling(RunDirectory.create(tmp_path / "four", "algorithm: {group_size: 4}\n"))
+    assert pass_rate_ceiling_note(other) == ""
+    assert "3 of 4" in pass_rate_ceiling_note(RunDirectory.create(tmp_path / "four", "algorithm: {group_size: 4}\n"))
     # Dropped criteria are in the rates: of the third one all verdicts pass.
-    assert "it includes verdicts on dropped criteria" in ceiling(run)
+    assert "it includes verdicts on dropped criteria" in pass_rate_ceiling_note(run)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
     store = RunStore(RunDirectory.create(tmp_path / "going", "{}\n"))
     store.write("trajectories", 1, "a", rows.trajectory_rows(1, a_trajectory(1, TASKS[0], 0)))
     store.write("steps", 1, "a", rows.step_rows(1, a_trajectory(1, TASKS[0], 0)))
-    (path,) = write([store.directory.path], figures=False, tables=False, out=None)
+    (path,) = write_reports([store.directory.path], figures=False, tables=False, out=None)
     (group,) = packed_groups(store.directory)
     assert group.summary["state"] == "in progress"
     assert group.summary["rollouts"] == [[0, "finished", None, None, None, None]]
@@ -281,10 +281,10 @@ def test_sampled_tokens_are_in_the_page_when_asked_for(run: RunDirectory) -> Non
 
 
 def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
-    assert write([run.path], figures=False, tables=False, out=tmp_path / "deep" / "a.html") == [
+    assert write_reports([run.path], figures=False, tables=False, out=tmp_path / "deep" / "a.html") == [
         tmp_path / "deep" / "a.html"
     ]
-    figures = write([run.path], figures=True, tables=False, out=None)
+    figures = write_reports([run.path], figures=True, tables=False, out=None)
     assert {path.parent for path in figures} == {run.path / "figures"}
     assert {path.stem for path in figures} >= {
         "terminations",
@@ -292,7 +292,7 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
         "pass_rate_by_criterion",
         "judge_cost_by_phase",
     }
-    both = write([run.path], figures=True, tables=True, out=tmp_path / "both")
+    both = write_reports([run.path], figures=True, tables=True, out=tmp_path / "both")
     assert {path.suffix for path in both} == {".svg", ".parquet", ".csv"}
     assert not list(run.path.rglob("*.tmp"))
 
@@ -318,7 +318,7 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path, arguments: 
     RunDirectory.create(tmp_path / "empty", "{}\n")
     out = tmp_path / arguments["out"] if "out" in arguments else None
     with pytest.raises(ConfigError, match=message) as error:
-        write(
+        write_reports(
             [tmp_path / name for name in arguments["directories"]],
             figures=arguments.get("figures", False),
             tables=False,
@@ -329,7 +329,7 @@ def test_what_cannot_be_reported_is_said_in_one_line(tmp_path: Path, arguments: 
 
 def test_several_runs_share_figures_and_keep_their_own(tmp_path: Path) -> None:
     runs = [small_run(tmp_path / name, steps=1).path for name in ("one", "two")]
-    written = write(runs, figures=True, tables=False, out=tmp_path / "figures")
+    written = write_reports(runs, figures=True, tables=False, out=tmp_path / "figures")
     names = {path.stem for path in written}
     assert names == {
         "terminations-one",

@@ -12,8 +12,8 @@ import pytest
 from draco_ray.lab.report.charts import (
     SOLVED,
     Series,
-    compact,
-    heat,
+    format_compact,
+    heat_color,
     heat_map,
     line_chart,
     percent,
@@ -157,9 +157,9 @@ def test_what_is_solved_is_marked_and_what_was_never_asked_stays_blank() -> None
 
 
 def test_colours_and_numbers() -> None:
-    assert heat(-1) == heat(0.0)
-    assert heat(0.5) == "#ecc46e"
-    assert [compact(value) for value in (1234567.0, 123456.0, 123.4, 0.5)] == ["1.2M", "123k", "123", "0.5"]
+    assert heat_color(-1) == heat_color(0.0)
+    assert heat_color(0.5) == "#ecc46e"
+    assert [format_compact(value) for value in (1234567.0, 123456.0, 123.4, 0.5)] == ["1.2M", "123k", "123", "0.5"]
 
 
 def test_text_is_cut_to_fit() -> None:

@@ -19,7 +19,7 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
 from tests.support.evaluations import a_plan, a_result
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 from tests.support.small_run import small_run
 
 TASKS: dict[str, int | None] = {"a_1": 1, "a_2": 2}

@@ -15,12 +15,12 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.judging.reply import parse_criteria
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
     Reduction,
-    batches,
     candidates,
+    merge_batches,
     reduction_prompt,
     reduction_template,
 )
@@ -52,7 +52,7 @@ def criterion_set(name: str, size: int, task: str = "Count my notes.") -> Criter
 @given(st.lists(st.integers(1, 24), min_size=1, max_size=40), st.integers(1, 200))
 def test_every_level_of_the_reduction_is_whole_bounded_and_shorter(sizes: list[int], limit: int) -> None:
     sets = [criterion_set(str(index), size) for index, size in enumerate(sizes)]
-    cut = batches(sets, limit)
+    cut = merge_batches(sets, limit)
     assert [each for batch in cut for each in batch] == sets
     if len(sets) > 1:
         assert len(cut) < len(sets)
@@ -66,7 +66,7 @@ def test_every_level_of_the_reduction_is_whole_bounded_and_shorter(sizes: list[i
 def test_ninety_tasks_need_three_levels_at_most() -> None:
     sizes, levels = [24] * 90, 0
     while len(sizes) > 1:
-        cut = batches([criterion_set(str(index), size) for index, size in enumerate(sizes)], 120)
+        cut = merge_batches([criterion_set(str(index), size) for index, size in enumerate(sizes)], 120)
         sizes, levels = [24] * len(cut), levels + 1
     assert levels == 3
 
@@ -118,7 +118,7 @@ async def test_the_judge_is_asked_what_the_merge_says_and_archives_it_as_a_union
     batch = [criterion_set("a_1", 2), criterion_set("b_1", 1, "Pay Ada.")]
     text = reduction_prompt(batch, reduction_template(), "")
     question = Reduction((), candidates(batch), (), text)
-    judge = Judge(RuleComplete(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    judge = Judge(RuleCompleter(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
     judged = await judge.ask(question, CallContext(group="reduction1.1", task_id="reduction1.1"))
     (call,) = judged.calls
     assert (call.phase, call.prompt, call.error) == ("union", text, None)

@@ -17,8 +17,8 @@ from draco_ray.config.schema import RULES, JudgeConfig, RuleJudgeConfig, SelfJud
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext
-from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, judge_config
-from draco_ray.lab.analysis.pairing import Pairing, Pairs, parse_pairs, third_model
+from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleCompleter, judge_config
+from draco_ray.lab.analysis.pairing import Pairing, Pairs, make_pairing_judge, parse_pairs
 from draco_ray.lab.analysis.replay import phase_calls
 from draco_ray.lab.analysis.rubric_overlap import (
     CEILING,
@@ -38,7 +38,7 @@ def criterion(title: str) -> Criterion:
     return Criterion(title=title, description=f"About {title}.", evaluator_instruction=f"Look for {title}.")
 
 
-class Changed(RuleComplete):
+class Changed(RuleCompleter):
     """The rule judge, but for what a function makes of prompt and reply."""
 
     def __init__(self, change: Callable[[str, str], str]) -> None:
@@ -63,9 +63,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 async def compared(
-    run: RunDirectory, judge: RuleComplete, third: RuleComplete | None = None, phases: Sequence[str] = PHASES
+    run: RunDirectory, judge: RuleCompleter, third: RuleCompleter | None = None, phases: Sequence[str] = PHASES
 ) -> pa.Table:
-    model = third_model(third or RuleComplete(), CONFIG)
+    model = make_pairing_judge(third or RuleCompleter(), CONFIG)
     return await compare_writing(run, writing_calls(run, None, phases, CONFIG), "other", judge, CONFIG, model)
 
 
@@ -138,7 +138,7 @@ async def test_a_judge_that_discards_nothing_keeps_the_right_criteria_and_too_ma
 
 
 async def test_the_ceiling_is_the_runs_judge_on_another_rollout_and_another_step(run: RunDirectory) -> None:
-    table = await compared(run, RuleComplete())
+    table = await compared(run, RuleCompleter())
     ceilings = [row for row in table.to_pylist() if row["judge"] == CEILING]
     assert sorted((row["phase"], row["training_step"], row["rollout"], row["against"]) for row in ceilings) == [
         ("stage2", 1, 0, "rollout 1"),
@@ -162,7 +162,7 @@ async def test_a_useless_reply_is_a_list_without_criteria(run: RunDirectory) -> 
 
 async def test_a_comparison_nobody_can_make_is_left_out_and_counted(run: RunDirectory) -> None:
     third = Changed(lambda prompt, reply: '[{"first": 0, "second": 99}]')
-    table = await compared(run, RuleComplete(), third, ["stage1"])
+    table = await compared(run, RuleCompleter(), third, ["stage1"])
     row = overall(table)["other", "stage1"]
     assert (row["comparisons"], row["unpaired"], row["recall"], row["recall_low"]) == (2, 1.0, None, None)
     assert "99 does not exist" in table.to_pylist()[0]["pairing_error"]
@@ -171,15 +171,15 @@ async def test_a_comparison_nobody_can_make_is_left_out_and_counted(run: RunDire
     assert table.to_pylist()[0]["dollars"] == 1.0
 
 
-async def pairs_of(model: RuleComplete, one: Sequence[Criterion], other: Sequence[Criterion]) -> Pairs | None:
-    return (await third_model(model, CONFIG).ask(Pairing(one, other), CallContext(group="", task_id="t"))).value
+async def pairs_of(model: RuleCompleter, one: Sequence[Criterion], other: Sequence[Criterion]) -> Pairs | None:
+    return (await make_pairing_judge(model, CONFIG).ask(Pairing(one, other), CallContext(group="", task_id="t"))).value
 
 
 async def test_pairs_come_back_the_way_round_they_were_asked() -> None:
     one = [criterion("Only here"), criterion("Reads every page"), criterion("Sorted by name")]
     other = [criterion("sorted by NAME!"), criterion("Reads every page of the list")]
-    assert await pairs_of(RuleComplete(), one, other) == ((1, 1), (2, 0))
-    assert await pairs_of(RuleComplete(), other, one) == ((0, 2), (1, 1))
+    assert await pairs_of(RuleCompleter(), one, other) == ((1, 1), (2, 0))
+    assert await pairs_of(RuleCompleter(), other, one) == ((0, 2), (1, 1))
     nobody = Changed(lambda prompt, reply: reply)
     assert await pairs_of(nobody, one, ()) == ()
     assert nobody.prompts == []

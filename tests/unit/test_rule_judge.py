@@ -15,20 +15,28 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.phases import Credit, Score, Stage1, Union
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import Criterion, Message, ScoredCriterion, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.case import Finding
-from draco_ray.sandbox.rule_judge.reading import Rubric, Run
+from draco_ray.sandbox.rule_judge.reading import PromptCriterion, Run
 from draco_ray.sandbox.rule_judge.rules import RULES, find_rule
 from draco_ray.sandbox.world.scripts import FATAL, HARMLESS, Fault, families
-from tests.support.rule_judge_runs import REFUSED, WHERE, instruction, judged, run_of, scripted_run, trajectory_of
+from tests.support.rule_judge_runs import (
+    REFUSED,
+    WHERE,
+    instruction,
+    judge_in_phases,
+    run_of,
+    scripted_run,
+    trajectory_of,
+)
 
 PROMPTS = ("prompts/judge", "prompts/judge-cache-friendly")
 
 
 def in_process(prompts: str = PROMPTS[0]) -> Judge:
-    return Judge(RuleComplete(), load_prompts(Path(prompts)), JudgeConfig(reasks=0))
+    return Judge(RuleCompleter(), load_prompts(Path(prompts)), JudgeConfig(reasks=0))
 
 
 def rewards(scores: Sequence[Sequence[ScoredCriterion]]) -> np.ndarray:
@@ -46,7 +54,9 @@ async def test_good_beats_every_fatal_fault_and_the_faulty_step_is_blamed(family
     task = instruction(family)
     faults = sorted(families()[family].fatal)
     runs = [scripted_run(family), *(scripted_run(family, fault) for fault in faults)]
-    rubric, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
+    rubric, scores, credits = await judge_in_phases(
+        [trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process()
+    )
     assert all(row for row in scores)
     reward_G = rewards(scores)
     assert reward_G[0] == 1.0
@@ -64,7 +74,9 @@ async def test_good_beats_every_fatal_fault_and_the_faulty_step_is_blamed(family
 async def test_bad_conduct_costs_less_than_failing(family: str, fault: Fault) -> None:
     task = instruction(family)
     runs = [scripted_run(family), scripted_run(family, fault), scripted_run(family, Fault.NO_COMPLETION)]
-    _, scores, credits = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
+    _, scores, credits = await judge_in_phases(
+        [trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process()
+    )
     good, untidy, failed = rewards(scores)
     assert good > untidy > failed
     reference = {step.code for step in runs[0].steps}
@@ -90,7 +102,7 @@ def test_every_wording_of_a_good_run_passes(family: str) -> None:
 async def test_both_prompt_sets_say_the_same(prompts: str) -> None:
     task = instruction("remove_long_songs")
     runs = [scripted_run("remove_long_songs", *faults) for faults in ((), (Fault.WRONG_FILTER, Fault.PRINT_SECRET))]
-    rubric, scores, credits = await judged(
+    rubric, scores, credits = await judge_in_phases(
         [trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process(prompts)
     )
     assert [criterion.title for criterion in rubric] == [
@@ -106,7 +118,7 @@ async def test_both_prompt_sets_say_the_same(prompts: str) -> None:
 async def test_criteria_that_tell_no_runs_apart_are_dropped() -> None:
     task = instruction("longest_library_song")
     runs = [scripted_run("longest_library_song")] * 2
-    rubric, scores, _ = await judged([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
+    rubric, scores, _ = await judge_in_phases([trajectory_of(run, task, n) for n, run in enumerate(runs)], in_process())
     assert rubric == []
     assert scores == [(), ()]
 
@@ -248,7 +260,7 @@ def test_each_static_criterion_has_its_rule() -> None:
     entries = yaml.safe_load(Path("prompts/static_rubric.yaml").read_text())
     found = [
         find_rule(
-            Rubric(
+            PromptCriterion(
                 index=0,
                 title=entry["title"],
                 description=entry["description"],
@@ -271,7 +283,7 @@ def test_each_static_criterion_has_its_rule() -> None:
     ],
 )
 def test_other_wordings_find_their_rule(title: str, key: str | None) -> None:
-    rule = find_rule(Rubric(index=0, title=title))
+    rule = find_rule(PromptCriterion(index=0, title=title))
     assert (rule.key if rule else None) == key
 
 

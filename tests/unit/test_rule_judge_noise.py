@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.analysis.judges import RuleComplete
+from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.records import Attribution, Criterion, ScoredCriterion, Trajectory, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Noise
 from draco_ray.sandbox.world.scripts import families
-from tests.support.rule_judge_runs import instruction, judged, scripted_run, trajectory_of
+from tests.support.rule_judge_runs import instruction, judge_in_phases, scripted_run, trajectory_of
 
 FAMILY = "pin_tagged_notes"
 Found = tuple[list[Criterion], list[tuple[ScoredCriterion, ...]], list[tuple[Attribution, ...]]]
@@ -30,7 +30,7 @@ def group() -> list[Trajectory]:
 
 async def with_noise(noise: Noise) -> Found:
     prompts = load_prompts(Path("prompts/judge"))
-    return await judged(group(), Judge(RuleComplete(noise.blur(answer)), prompts, JudgeConfig(reasks=0)))
+    return await judge_in_phases(group(), Judge(RuleCompleter(noise.blur(answer)), prompts, JudgeConfig(reasks=0)))
 
 
 def verdicts(found: Found) -> dict[tuple[int, str], Verdict]:

@@ -43,7 +43,7 @@ from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.traces.load import trace_of
-from tests.support.killed import Killed, killed_after
+from tests.support.killed import SimulatedKill, kill_after_changes
 
 
 def a_trajectory(rollout: int = 0) -> Trajectory:
@@ -216,7 +216,7 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_run_that_is_killed_while_it_is_created_does_not_use_up_its_name(tmp_path: Path) -> None:
     for changes in itertools.count():
         path, killed = tmp_path / str(changes), True
-        with contextlib.suppress(Killed), killed_after(changes):
+        with contextlib.suppress(SimulatedKill), kill_after_changes(changes):
             RunDirectory.create(path, "seed: 0\n")
             killed = False
         assert path.exists() != killed
@@ -232,7 +232,7 @@ def test_a_run_that_is_killed_while_its_configuration_changes_is_no_edited_run(t
     found: list[str] = []
     while killed:
         run.write_config("seed: 0\n")
-        with contextlib.suppress(Killed), killed_after(len(found)):
+        with contextlib.suppress(SimulatedKill), kill_after_changes(len(found)):
             run.write_config("seed: 1\n")
             killed = False
         again = RunDirectory.open(run.path)
@@ -271,9 +271,9 @@ def test_a_writer_that_is_killed_at_any_write_loses_no_row_and_repeats_none(tmp_
         store = RunStore(RunDirectory.create(tmp_path / str(point), "seed: 0\n"))
         _step_of(store, rollouts)
         try:
-            with killed_after(point):
+            with kill_after_changes(point):
                 store.finish_step(1, {"step": 1})
-        except Killed:
+        except SimulatedKill:
             points += 1
         else:
             break
@@ -298,10 +298,10 @@ def test_a_run_store_that_is_killed_while_it_gathers_loses_no_row_and_repeats_no
         actor = RunStoreActor(run.path)
         actor.settle()
         try:
-            with killed_after(point):
+            with kill_after_changes(point):
                 actor.finish_step(1, {"step": 1})
                 actor.settle()
-        except Killed:
+        except SimulatedKill:
             points += 1
         else:
             break
@@ -327,9 +327,9 @@ def test_a_rollout_whose_writer_is_killed_at_any_write_is_there_whole_or_not_at_
         actor = RunStoreActor(RunDirectory.create(tmp_path / str(point), "seed: 0\n").path)
         actor.settle()
         try:
-            with killed_after(point):
+            with kill_after_changes(point):
                 actor.trajectory(1, played)
-        except Killed:
+        except SimulatedKill:
             killed = True
         else:
             killed = False

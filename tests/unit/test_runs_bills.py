@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.records import JudgeCall, Judged, Paid
+from draco_ray.records import JudgeCall, Judged, OriginalCost
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import PaidCalls, RunStore
 from draco_ray.runs.store_actor import RunStoreActor
@@ -19,7 +19,7 @@ PAID = a_call("score", 1, TASKS[0], 0)
 
 def replayed(call: JudgeCall, number: str) -> JudgeCall:
     """The same reply out of the durable cache, in a later process."""
-    paid = Paid(
+    paid = OriginalCost(
         call_id=call.call_id,
         requests=call.requests,
         dollars=call.dollars,

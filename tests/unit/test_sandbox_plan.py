@@ -12,7 +12,7 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world import build as building
 from draco_ray.sandbox.world import evaluation, population
 from draco_ray.sandbox.world.population import PAGE_LIMIT, World, populate
-from draco_ray.sandbox.world.scenarios import SCENARIOS, PlannedTask, plan, users_of_splits
+from draco_ray.sandbox.world.scenarios import SCENARIOS, PlannedTask, plan_tasks, users_of_splits
 from draco_ray.sandbox.world.scripts import VARIETIES
 
 USERS = building.DEFAULT_USERS
@@ -30,7 +30,7 @@ def variety(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def tasks(world: World, variety: str) -> list[PlannedTask]:
-    return plan(world, seed=0, variety=variety)
+    return plan_tasks(world, seed=0, variety=variety)
 
 
 def content(task: PlannedTask) -> tuple[object, ...]:
@@ -40,7 +40,7 @@ def content(task: PlannedTask) -> tuple[object, ...]:
 def test_equal_seeds_give_equal_worlds_and_plans(world: World, tasks: list[PlannedTask], variety: str) -> None:
     again = populate(seed=0, users=USERS)
     assert again == world
-    assert [content(task) for task in plan(again, seed=0, variety=variety)] == [content(task) for task in tasks]
+    assert [content(task) for task in plan_tasks(again, seed=0, variety=variety)] == [content(task) for task in tasks]
 
 
 def test_another_seed_gives_another_world(world: World) -> None:
@@ -49,7 +49,7 @@ def test_another_seed_gives_another_world(world: World) -> None:
 
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_other_seeds_fill_every_scenario(seed: int, variety: str) -> None:
-    counts = Counter(task.split for task in plan(populate(seed, USERS), seed, variety=variety))
+    counts = Counter(task.split for task in plan_tasks(populate(seed, USERS), seed, variety=variety))
     assert counts == {split: 3 * scenarios for split, scenarios in SCENARIOS.items()}
 
 
@@ -155,7 +155,7 @@ def test_a_number_of_users_out_of_range_is_refused(users: int) -> None:
 
 
 def test_the_smallest_world_can_be_planned(variety: str) -> None:
-    assert len(plan(populate(0, population.MIN_USERS), 0, limit=2, variety=variety)) == 4 * 2 * 3
+    assert len(plan_tasks(populate(0, population.MIN_USERS), 0, limit=2, variety=variety)) == 4 * 2 * 3
 
 
 def test_a_variety_has_families_of_its_own(tasks: list[PlannedTask], variety: str) -> None:
@@ -163,12 +163,12 @@ def test_a_variety_has_families_of_its_own(tasks: list[PlannedTask], variety: st
 
 
 def test_the_hard_variety_is_harder(world: World) -> None:
-    hard = plan(world, seed=0, variety="hard")
+    hard = plan_tasks(world, seed=0, variety="hard")
     assert min(len(task.family.apps) for task in hard) == 2
     assert max(len(task.family.apps) for task in hard) == 3
     assert {task.family.difficulty for task in hard} == {3}
     steps = [len(task.family.script()) for task in hard]
-    standard = [len(task.family.script()) for task in plan(world, seed=0)]
+    standard = [len(task.family.script()) for task in plan_tasks(world, seed=0)]
     assert min(steps) >= 9
     assert sum(steps) > 1.25 * sum(standard)
 

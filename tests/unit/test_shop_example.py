@@ -14,7 +14,7 @@ import pytest
 from draco_ray.config.load import load_config
 from draco_ray.environments.tools.rows import read_rows
 from draco_ray.records import Verdict
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 from draco_ray.sandbox.rule_judge.reading import Step
 from tests.conftest import REPOSITORY
 
@@ -44,7 +44,7 @@ def test_the_tasks_are_the_scripts_and_no_split_shares_any(made: Path) -> None:
 
 def test_rules_without_ground_truth_agree_with_the_evaluator(made: Path) -> None:
     rows = read_rows(str(made / "tasks.jsonl"))
-    tools: ModuleType = sys.modules[find("test", f"{SHOP}/tools.py:reset", {}).__module__]
+    tools: ModuleType = sys.modules[find_component("test", f"{SHOP}/tools.py:reset", {}).__module__]
     agreed: list[tuple[bool, bool]] = []
     for line in (made / "demonstrations.jsonl").read_text().splitlines():
         shown = json.loads(line)
@@ -60,7 +60,7 @@ def test_rules_without_ground_truth_agree_with_the_evaluator(made: Path) -> None
 
 
 def _verdict(rule: str, task: str, steps: list[Step]) -> Verdict:
-    verdict: Verdict = find("test", f"{SHOP}/judge.py:{rule}", {})(task, steps)[0]
+    verdict: Verdict = find_component("test", f"{SHOP}/judge.py:{rule}", {})(task, steps)[0]
     return verdict
 
 

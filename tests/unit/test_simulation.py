@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, Rollout, Setting, Step, Turn
-from draco_ray.lab.simulation.scaling import GPUS, on_gpus, play, stalled_by, throughput
-from draco_ray.lab.simulation.step import WAITS, Engine, SimulatedStep, Speeds, now, on_a_clock, simulate
+from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, ResourceCounts, Rollout, Step, Turn
+from draco_ray.lab.simulation.scaling import GPUS, find_bottleneck, scale_to_gpus, simulate_step, throughput
+from draco_ray.lab.simulation.step import WAITS, Engine, SimulatedStep, Speeds, now, run_on_simulated_clock, simulate
 
 JUDGE = {"stage1": 1.0, "stage2": 2.0, "union": 3.0, "score": 4.0, "credit": 5.0}
 SPEEDS = Speeds(per_sampled=1.0, per_learned=0.01, update=1.0, head=0.5, tail=2.0)
@@ -37,7 +37,7 @@ def group(*generating: float, tokens: int = 100, judge: dict[str, float] | None 
 
 def step(*groups: Group, speeds: Speeds = SPEEDS, **setting: object) -> SimulatedStep:
     size = max(len(each.rollouts) for each in groups)
-    chosen = Setting(**{"slots": 100, "group_size": size, **setting})  # type: ignore[arg-type]
+    chosen = ResourceCounts(**{"slots": 100, "group_size": size, **setting})  # type: ignore[arg-type]
     return simulate([groups], speeds, chosen)[0]
 
 
@@ -71,7 +71,7 @@ def test_rollouts_wait_for_slots_in_the_order_of_their_groups() -> None:
     played = step(group(10.0, 10.0), group(10.0, 10.0), slots=2)
     assert played.seconds == pytest.approx(0.5 + 20 + 14 + 2 + 1 + 2)
     assert played.path[WAITS["slots"]] == pytest.approx(10)
-    assert stalled_by(played) == "slots"
+    assert find_bottleneck(played) == "slots"
 
 
 def test_sequences_of_an_engine_share_it() -> None:
@@ -93,7 +93,7 @@ def test_calls_wait_for_a_worker_the_later_phases_first() -> None:
     # One call at a time: stage1 1, three stage2 one after the other, then three scores and three credits.
     played = step(group(10.0, 10.0, 10.0), judge_workers=1, calls_per_worker=1)
     assert played.seconds == pytest.approx(0.5 + 10 + 3 * 2 + 3 + 3 * 4 + 3 * 5 + 3 + 1 + 2)
-    assert stalled_by(played) == "judge workers"
+    assert find_bottleneck(played) == "judge workers"
 
 
 def test_the_union_has_a_worker_of_its_own() -> None:
@@ -106,7 +106,7 @@ def test_requests_a_minute_are_spread() -> None:
     scores = group(*[10.0] * 12, judge={"score": 4.0})
     played, free = step(scores, requests_per_minute=60.0), step(scores)
     assert played.seconds - free.seconds == pytest.approx(7, abs=1)
-    assert stalled_by(played) == "judge limits"
+    assert find_bottleneck(played) == "judge limits"
 
 
 def test_what_exceeds_the_minutes_tokens_waits_for_the_next_minute() -> None:
@@ -134,7 +134,7 @@ def test_a_shared_gpu_learns_when_all_is_judged() -> None:
 
 def test_a_step_that_runs_ahead_hides_its_rollouts() -> None:
     work = [[group(10.0, 10.0)]] * 4
-    setting = Setting(slots=100, group_size=2)
+    setting = ResourceCounts(slots=100, group_size=2)
     behind = [each.seconds for each in simulate(work, SPEEDS, setting)]
     ahead = [each.seconds for each in simulate(work, SPEEDS, replace(setting, staleness=1))]
     assert behind == pytest.approx([29.5] * 4)
@@ -146,13 +146,13 @@ def test_a_step_that_runs_ahead_hides_its_rollouts() -> None:
 
 def test_of_steps_that_run_ahead_a_usual_one_counts() -> None:
     # One slot: two rollouts of 10 s a step are the pace, whatever else is hidden behind them.
-    setting = Setting(slots=1, group_size=2, staleness=1)
-    assert play([group(10.0, 10.0)], SPEEDS, setting).seconds == pytest.approx(20, abs=1)
+    setting = ResourceCounts(slots=1, group_size=2, staleness=1)
+    assert simulate_step([group(10.0, 10.0)], SPEEDS, setting).seconds == pytest.approx(20, abs=1)
     alone = replace(setting, staleness=0)
-    assert play([group(10.0, 10.0)], SPEEDS, alone) == simulate([[group(10.0, 10.0)]], SPEEDS, alone)[0]
+    assert simulate_step([group(10.0, 10.0)], SPEEDS, alone) == simulate([[group(10.0, 10.0)]], SPEEDS, alone)[0]
 
 
-def recorded(setting: Setting, *groups: Group, gpus: float = 1.0) -> RecordedRun:
+def recorded(setting: ResourceCounts, *groups: Group, gpus: float = 1.0) -> RecordedRun:
     """A run of one such step."""
     step = Step(number=2, began=0.0, seconds=30.0, groups=groups, learning=((20.0, 25.0),), updates=1)
     return RecordedRun(
@@ -163,7 +163,7 @@ def recorded(setting: Setting, *groups: Group, gpus: float = 1.0) -> RecordedRun
 def test_throughput_with_staleness_is_that_of_the_slower_side() -> None:
     # A step waits 10 s for its rollouts and 4 s for the learner (3 s and the sync's tail); side by side 10 s are left.
     groups, speeds = [group(10.0, 10.0, judge={})], Speeds(per_sampled=1.0, per_learned=0.01, update=1.0, tail=1.0)
-    run = recorded(Setting(slots=2, group_size=2), *groups)
+    run = recorded(ResourceCounts(slots=2, group_size=2), *groups)
     hourly = [throughput(run, replace(run.setting, staleness=n), speeds, 2, 0) for n in (0, 1)]
     assert hourly == pytest.approx([3600 * 2 / 14, 3600 * 2 / 10])
 
@@ -171,8 +171,8 @@ def test_throughput_with_staleness_is_that_of_the_slower_side() -> None:
 @pytest.mark.parametrize("gpus", GPUS)
 @pytest.mark.parametrize("of_the_run", [0.0, 2.0])
 def test_gpus_are_split_as_in_the_run_and_all_used(gpus: int, of_the_run: float) -> None:
-    run = recorded(Setting(slots=12, engines=3, requests_per_minute=60.0), group(1.0), gpus=of_the_run)
-    larger, each = on_gpus(run, run.setting, gpus), of_the_run or 1.0
+    run = recorded(ResourceCounts(slots=12, engines=3, requests_per_minute=60.0), group(1.0), gpus=of_the_run)
+    larger, each = scale_to_gpus(run, run.setting, gpus), of_the_run or 1.0
     assert larger.engines * each + larger.learners * each == gpus
     assert larger.learners >= 1
     assert larger.engines == pytest.approx(0.75 * gpus / each, abs=0.5)
@@ -221,7 +221,7 @@ def test_a_queue_of_one_server_is_as_long_as_theory_says() -> None:
         await asyncio.gather(*tasks)
         return float(np.mean(waits))
 
-    assert on_a_clock(queue()) == pytest.approx(0.5, rel=0.05)
+    assert run_on_simulated_clock(queue()) == pytest.approx(0.5, rel=0.05)
 
 
 def test_nothing_to_wait_for_is_an_error_and_no_hang() -> None:
@@ -229,14 +229,14 @@ def test_nothing_to_wait_for_is_an_error_and_no_hang() -> None:
         await asyncio.get_running_loop().create_future()
 
     with pytest.raises(RuntimeError, match="deadlock"):
-        on_a_clock(never())
+        run_on_simulated_clock(never())
 
 
 durations = st.floats(0.1, 50.0)
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[list[Group], Speeds, Setting]:
+def steps(draw: st.DrawFn) -> tuple[list[Group], Speeds, ResourceCounts]:
     size = draw(st.integers(2, 4))
     judge = {name: draw(durations) for name in JUDGE}
     groups = [
@@ -251,7 +251,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Group], Speeds, Setting]:
         head=draw(st.floats(0.0, 2.0)),
         tail=draw(st.floats(0.0, 2.0)),
     )
-    setting = Setting(
+    setting = ResourceCounts(
         slots=draw(st.integers(1, 20)),
         engines=draw(st.integers(1, 3)),
         sequences=draw(st.integers(1, 8)),
@@ -267,7 +267,7 @@ def steps(draw: st.DrawFn) -> tuple[list[Group], Speeds, Setting]:
     return groups, speeds, setting
 
 
-def least_seconds(groups: Sequence[Group], speeds: Speeds, setting: Setting) -> float:
+def least_seconds(groups: Sequence[Group], speeds: Speeds, setting: ResourceCounts) -> float:
     """What no step can be shorter than: its longest group, and all that the learner does after the last rollout."""
     longest = max(max(turn.sampled for each in group.rollouts for turn in each.turns) for group in groups)
     judged = sum(seconds for name, seconds in judge_of(groups[0]).items() if name != "stage1")
@@ -281,7 +281,7 @@ def judge_of(group: Group) -> dict[str, float]:
 @settings(max_examples=60, deadline=None)
 @given(steps())
 def test_the_longest_path_is_the_step_and_no_second_of_it_is_without_a_name(
-    given: tuple[list[Group], Speeds, Setting],
+    given: tuple[list[Group], Speeds, ResourceCounts],
 ) -> None:
     groups, speeds, setting = given
     for number, played in enumerate(simulate([groups] * 3, speeds, setting)):
@@ -294,7 +294,7 @@ def test_the_longest_path_is_the_step_and_no_second_of_it_is_without_a_name(
 @settings(max_examples=40, deadline=None)
 @given(steps())
 def test_more_engines_are_never_slower_where_nothing_else_is_short(
-    given: tuple[list[Group], Speeds, Setting],
+    given: tuple[list[Group], Speeds, ResourceCounts],
 ) -> None:
     groups, speeds, setting = given
     free = replace(

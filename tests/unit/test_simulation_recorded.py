@@ -17,8 +17,8 @@ from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.simulation.recorded import read_run
-from draco_ray.lab.simulation.scaling import error, grown_setting, predict, size_of, stalled_by
-from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.scaling import find_bottleneck, predict, relative_error, scale_resources, simulate_size
+from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 def test_speeds_are_those_the_run_was_made_with(run: RunDirectory) -> None:
     recorded = read_run(run)
-    speeds = fit(recorded.steps, recorded)
+    speeds = fit_speeds(recorded.steps, recorded)
     assert speeds.slowdown == pytest.approx(SLOWDOWN, rel=0.01)
     assert speeds.per_sampled == pytest.approx(PER_SAMPLED, rel=0.01)
     alone = speeds.per_turn + 100 * speeds.per_sampled + 50 * speeds.per_read
@@ -60,15 +60,15 @@ def test_steps_are_predicted_by_the_others(run: RunDirectory) -> None:
     predictions = predict(read_run(run), seed=0)
     assert [step.number for step, _ in predictions] == [2, 3, 4, 5]
     assert [step.seconds for step, _ in predictions] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
-    assert max(abs(error(*each)) for each in predictions) < 0.01
+    assert max(abs(relative_error(*each)) for each in predictions) < 0.01
 
 
 def test_another_size_is_predicted(run: RunDirectory) -> None:
     recorded = read_run(run)
-    speeds, larger = fit(recorded.steps, recorded), grown_setting(recorded, 8)
-    size, grown = (size_of(recorded, each, speeds, rollouts=8, seed=0) for each in (recorded.setting, larger))
+    speeds, larger = fit_speeds(recorded.steps, recorded), scale_resources(recorded, 8)
+    size, grown = (simulate_size(recorded, each, speeds, rollouts=8, seed=0) for each in (recorded.setting, larger))
     assert size.rollouts == grown.rollouts == 8
-    assert stalled_by(size.step) == "slots"
+    assert find_bottleneck(size.step) == "slots"
     assert (larger.slots, larger.engines, larger.judge_workers) == (4, 2, 2 * recorded.setting.judge_workers)
     # Seven phases of two cents are asked of a group of two, and one of stage1 and union each.
     assert size.dollars == grown.dollars == pytest.approx(4 * 8 * 0.02)

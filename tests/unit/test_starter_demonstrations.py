@@ -10,7 +10,7 @@ import pytest
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.base import WorldVerdict
@@ -45,19 +45,23 @@ def played(faults: frozenset[Fault] = frozenset(), output: str = "12\n") -> demo
 
 def test_draws_follow_the_rates_and_the_seed() -> None:
     tasks = [(TASK, FAMILY)]
-    drawn = demo.draw(tasks, 400, FAULT_RATES, seed=1)
-    assert drawn == demo.draw(tasks, 400, FAULT_RATES, seed=1) != demo.draw(tasks, 400, FAULT_RATES, seed=2)
+    drawn = demo.draw_demonstrations(tasks, 400, FAULT_RATES, seed=1)
+    assert (
+        drawn
+        == demo.draw_demonstrations(tasks, 400, FAULT_RATES, seed=1)
+        != demo.draw_demonstrations(tasks, 400, FAULT_RATES, seed=2)
+    )
     unfinished = sum("complete_task" not in each.cells[-1] + each.cells[-2] for each in drawn) / 400
     assert unfinished == pytest.approx(FAULT_RATES[Fault.NO_COMPLETION], abs=0.07)
-    clean = demo.draw(tasks, 3, {}, seed=1)
+    clean = demo.draw_demonstrations(tasks, 3, {}, seed=1)
     assert {each.cells for each in clean} == {tuple(FAMILY.script())}
-    certain = demo.draw(tasks, 3, {Fault.PRINT_SECRET: 1.0}, seed=1)
+    certain = demo.draw_demonstrations(tasks, 3, {Fault.PRINT_SECRET: 1.0}, seed=1)
     assert {each.cells for each in certain} == {tuple(FAMILY.script(frozenset({Fault.PRINT_SECRET})))}
 
 
 def test_faults_a_family_does_not_have_are_passed_over() -> None:
     family = families()["playlist_of_likes"]
-    drawn = demo.draw([(TASK, family)], 2, {Fault.WRONG_FILTER: 1.0}, seed=0)
+    drawn = demo.draw_demonstrations([(TASK, family)], 2, {Fault.WRONG_FILTER: 1.0}, seed=0)
     assert {each.cells for each in drawn} == {tuple(family.script())}
 
 
@@ -123,7 +127,7 @@ class Recording:
         raise NotImplementedError
 
 
-async def recorded(demonstration: demo.Demonstration, chat: ChatTokens, agent: AgentConfig) -> Trajectory:
+async def recorded(demonstration: demo.Demonstration, chat: ChatTokenizer, agent: AgentConfig) -> Trajectory:
     """What the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
     lines = demo.turn_texts(demonstration, "Done.")
     turns = [[*chat.tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines]
@@ -138,8 +142,8 @@ async def test_an_example_has_the_tokens_that_the_agent_loop_records(max_turns: 
     agent = AGENT.model_copy(update={"max_turns": max_turns})
     demonstration = played(frozenset({Fault.REPEAT_FAILING_CALL}), output="x" * 500 + "<|im_end|>")
     tokenizer = train_tokenizer(demo.texts(demonstration, agent, "Done."), 600, 4096)
-    chat = ChatTokens(tokenizer, thinking=agent.thinking)
-    example = demo.example(demonstration, chat, agent, "Done.")
+    chat = ChatTokenizer(tokenizer, thinking=agent.thinking)
+    example = demo.tokenize_demonstration(demonstration, chat, agent, "Done.")
     trajectory = await recorded(demonstration, chat, agent)
     assert example.token_ids == tuple(trajectory.token_ids_T.tolist())
     assert example.sampled == tuple(trajectory.sampled_T.tolist())

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.sandbox.starter import train as train_module
 from draco_ray.sandbox.starter.demonstrations import Example
 from draco_ray.sandbox.starter.settings import StarterSettings
 from draco_ray.sandbox.starter.tokenizer import TURN_END, train_tokenizer
-from draco_ray.sandbox.starter.train import batches, new_model, train
+from draco_ray.sandbox.starter.train import length_grouped_batches, new_model, train
 
 TEXTS = [
     "<code>\nrows = apis.spotify.show_song_library(access_token=spotify_token)\nprint(len(rows))\n</code>",
@@ -52,7 +52,7 @@ def test_the_same_texts_give_the_same_tokenizer() -> None:
 
 
 def test_the_agent_can_chat_with_the_tokenizer() -> None:
-    chat = ChatTokens(TOKENIZER, thinking=False)
+    chat = ChatTokenizer(TOKENIZER, thinking=False)
     assert chat.end_of_turn_id == TOKENIZER.convert_tokens_to_ids(TURN_END) == TOKENIZER.eos_token_id
     assert not chat.opens_thinking
 
@@ -60,14 +60,14 @@ def test_the_agent_can_chat_with_the_tokenizer() -> None:
 @pytest.mark.parametrize("budget", [64, 128, 1000])
 def test_batches_hold_every_example_once_within_the_budget(budget: int) -> None:
     shown = examples(40)
-    epoch = batches(shown, budget, np.random.default_rng(0))
+    epoch = length_grouped_batches(shown, budget, np.random.default_rng(0))
     assert sorted(index for batch in epoch for index in batch) == list(range(40))
     assert all(len(batch) * max(len(shown[index].token_ids) for index in batch) <= budget for batch in epoch)
 
 
 def test_an_example_longer_than_the_budget_is_a_batch_of_its_own() -> None:
     shown = [Example(token_ids=(1,) * 50, sampled=(True,) * 50), *examples(3)]
-    assert [0] in batches(shown, 40, np.random.default_rng(0))
+    assert [0] in length_grouped_batches(shown, 40, np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("bfloat16", [True, False])

@@ -18,12 +18,12 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     EVERY_JUDGE,
     UNIFORM,
     StepLabelFile,
+    bad_step_push,
     calibration_rows,
     error_rates,
     label_rows,
     read_step_labels,
     reliability,
-    sample,
 )
 
 
@@ -62,7 +62,7 @@ def made_up(questions: int = 24) -> dict[str, Any]:
 )
 def test_labels_go_through_the_papers_rule(labels: list[int | None], final: int, share: float) -> None:
     given = {"trajectories": [trajectory(0, [1, -1, 0], final)], "judges": {"a": [labels]}}
-    found = sample(StepLabelFile.model_validate(given), winners=final == 1)
+    found = bad_step_push(StepLabelFile.model_validate(given), winners=final == 1)
     assert found.share_N["a"].tolist() == pytest.approx([share])
     assert found.share_N[UNIFORM].tolist() == pytest.approx([1 / 3])
 
@@ -71,15 +71,15 @@ def test_trajectories_without_bad_or_without_other_steps_are_left_out() -> None:
     trajectories = [trajectory(0, [1, 1]), trajectory(1, [-1, -1]), trajectory(2, [-1, 1, -1]), trajectory(3, [1, -1])]
     given = {"trajectories": trajectories, "judges": {"a": [each["human"] for each in trajectories]}}
     found = StepLabelFile.model_validate(given)
-    assert len(sample(found, winners=False).uniform_N) == 2
-    assert sample(found, winners=False, scope=BEFORE_ANSWER).uniform_N.tolist() == pytest.approx([2 / 3])
-    assert not len(sample(found, winners=True).uniform_N)
+    assert len(bad_step_push(found, winners=False).uniform_N) == 2
+    assert bad_step_push(found, winners=False, scope=BEFORE_ANSWER).uniform_N.tolist() == pytest.approx([2 / 3])
+    assert not len(bad_step_push(found, winners=True).uniform_N)
 
 
 def test_first_errors_and_all_of_the_push_on_them() -> None:
     trajectories = [trajectory(question, [1, -1, -1]) for question in range(3)]
     given = {"trajectories": trajectories, "judges": {"a": [[1, -1, 1], [1, 1, -1], [1, 1, 1]]}}
-    found = sample(StepLabelFile.model_validate(given), winners=False)
+    found = bad_step_push(StepLabelFile.model_validate(given), winners=False)
     assert found.first_error_N["a"].tolist() == [1.0, 0.0, 0.0]
     assert found.first_push_N["a"].tolist() == pytest.approx([1.0, 1.0, 2 / 3])
     assert found.first_error_N[UNIFORM].tolist() == pytest.approx([1 / 3] * 3)

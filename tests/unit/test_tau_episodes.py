@@ -21,7 +21,7 @@ from draco_ray.benchmarks.tau.results import (
 )
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import TauBenchError
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan
 from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.records import EpisodeEnd, Usage
 
@@ -82,8 +82,8 @@ def infrastructure_error(task: str, trial: int, **fields: Any) -> dict[str, Any]
     return simulation(task, trial, termination_reason="infrastructure_error", **{**cut, **fields})
 
 
-def a_plan_of(tasks: list[str], trials: int) -> Plan:
-    return Plan(
+def a_plan_of(tasks: list[str], trials: int) -> EvaluationPlan:
+    return EvaluationPlan(
         benchmark="tau-banking",
         split="full",
         label="x",

@@ -21,11 +21,11 @@ from draco_ray.benchmarks.tau.evaluate import (
     key_variables,
     sent_temperatures,
     task_ids,
-    tau2_environment,
+    tau2_env_vars,
     tau2_job,
 )
 from draco_ray.benchmarks.tau.server import TauPolicy, find_policy, free_port, serve_command
-from draco_ray.benchmarks.tau.tau2_process import JUDGE_KEY, Tau2, sampling
+from draco_ray.benchmarks.tau.tau2_process import JUDGE_KEY, Tau2, sampling_arguments
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
@@ -99,8 +99,10 @@ def test_a_temperature_the_model_refuses_is_not_recorded(
 ) -> None:
     tau_bench = config()
     asked = tau_bench.user.model_copy(update={"model": model, "temperature": temperature})
-    assert sampling(asked) == sampling(tau_bench.user.model_copy(update={"temperature": temperature}), model)
-    assert sampling(asked) == told
+    assert sampling_arguments(asked) == sampling_arguments(
+        tau_bench.user.model_copy(update={"temperature": temperature}), model
+    )
+    assert sampling_arguments(asked) == told
     carried = sent_temperatures(tau_bench.model_copy(update={"user": asked}), [POLICY])
     assert carried == {"agent": 0.0, "user": told.get("temperature"), "judge": 0.0}
     left_out = temperature is not None and not told
@@ -115,7 +117,7 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for tau2")
     tau = config(user={"api_base": "http://user/v1"})
-    environment = tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
+    environment = tau2_env_vars(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
     assert environment["OPENAI_API_KEY"] == KEYS["user simulator"]
     assert environment["OPENAI_API_BASE"] == "http://user/v1"
     assert environment["HOSTED_VLLM_API_BASE"] == API_BASE
@@ -131,7 +133,7 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
 def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:anthropic/claude", DracoConfig())
     tau = config(agent={"api_key_env": "ANTHROPIC_API_KEY"})
-    environment = tau2_environment(tau, tau2.home, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
+    environment = tau2_env_vars(tau, tau2.home, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
     assert environment["ANTHROPIC_API_KEY"] == "sk-agent-0"
     assert "HOSTED_VLLM_API_KEY" not in environment
     assert tau2_job(tau, policy, None, tmp_path, tasks=[], unreadable=[])["agent"]["model"] == "anthropic/claude"
@@ -140,13 +142,13 @@ def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
 def test_one_variable_cannot_serve_two_roles(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:openai/gpt", DracoConfig())
     with pytest.raises(ConfigError, match="agent and user simulator need different OPENAI_API_KEY"):
-        tau2_environment(config(), tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
+        tau2_env_vars(config(), tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
 
 
 def test_an_endpoint_that_cannot_be_set_is_refused(tau2: Tau2, tmp_path: Path) -> None:
     tau = config(user={"model": "anthropic/claude", "api_base": "http://here"})
     with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be set for provider 'anthropic'"):
-        tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
+        tau2_env_vars(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
 
 
 def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,7 +231,7 @@ def test_the_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("OPENAI_API_KEY", "sk-user")
     monkeypatch.setenv("HF_HOME", "models")
     withhold = ["OPENAI_API_KEY", "OPENROUTER_API_KEY"]
-    environment = openai_server.server_environment(DracoConfig().engine, POLICY.model, "own-key", withhold)
+    environment = openai_server.server_env_vars(DracoConfig().engine, POLICY.model, "own-key", withhold)
     assert environment["VLLM_API_KEY"] == "own-key"
     assert environment["HF_HOME"] == "models"
     assert "OPENAI_API_KEY" not in environment
@@ -303,7 +305,7 @@ def test_an_adapter_is_served_from_a_copy_under_vllms_names_and_not_held_meanwhi
     monkeypatch.setattr(server, "Child", Child)
     monkeypatch.setattr(server, "load_adapter", loaded)
     monkeypatch.setattr(server, "_wait", lambda *given: None)
-    with server.served(settings, policy, tmp_path / "log", tmp_path / "private", []):
+    with server.serve_policy(settings, policy, tmp_path / "log", tmp_path / "private", []):
         (copy,) = tmp_path.glob("private/*/*/*/")
         assert list(load_file(copy / "adapter_model.safetensors")) == [
             "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight"

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.errors import ConfigError, EnvironmentCrashed
@@ -23,7 +23,7 @@ from draco_ray.rollout.tokens import TokenPolicy
 from tests.conftest import REPOSITORY
 from tests.support.chat_tokenizer import QWEN3 as WITHOUT_TOOLS
 from tests.support.chat_tokenizer import chat_tokenizer
-from tests.support.reads_calls import ReadsCalls
+from tests.support.tool_call_reader import ToolCallReaderMixin
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
 
 PARAMETERS = {
@@ -41,8 +41,8 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def chat_of(family: str, *, thinking: bool = False) -> ChatTokens:
-    return ChatTokens(tool_tokenizer(TEMPLATES[family]), thinking=thinking)
+def chat_of(family: str, *, thinking: bool = False) -> ChatTokenizer:
+    return ChatTokenizer(tool_tokenizer(TEMPLATES[family]), thinking=thinking)
 
 
 def said_by(family: str, *calls: dict[str, object], before: str = "") -> str:
@@ -179,7 +179,7 @@ def test_tools_and_what_they_say_are_in_the_prompt(family: str) -> None:
 
 
 def test_what_cannot_be_used_is_one_line() -> None:
-    without = ChatTokens(chat_tokenizer(WITHOUT_TOOLS), thinking=False)
+    without = ChatTokenizer(chat_tokenizer(WITHOUT_TOOLS), thinking=False)
     tools = Message(role=TOOLS, content=TASK.tools)
     with pytest.raises(ConfigError, match="does not support tools") as refused:
         without.prompt([tools, Message(role="user", content="Hello.")])
@@ -190,14 +190,14 @@ def test_what_cannot_be_used_is_one_line() -> None:
         ToolCallReader(chat_of("qwen3"), "jamba")
     strange = TEMPLATES["qwen2.5"].replace("<tool_call>", "<do>")
     with pytest.raises(ConfigError, match="set agent.tool_parser to vLLM's parser"):
-        ToolCallReader(ChatTokens(tool_tokenizer(strange), thinking=False), None)
+        ToolCallReader(ChatTokenizer(tool_tokenizer(strange), thinking=False), None)
 
 
 @dataclass
-class Says(ReadsCalls):
+class Says(ToolCallReaderMixin):
     """A stand-in for the engine: says the next line of a script."""
 
-    chat: ChatTokens
+    chat: ChatTokenizer
     lines: list[str]
     cut: bool = False
     name: str = "scripted"
@@ -235,7 +235,7 @@ class Desk:
 
 async def play(
     family: str, lines: list[str], answers: Sequence[str | EnvironmentCrashed], *, cut: bool = False, **limits: Any
-) -> tuple[Trajectory, Desk, ChatTokens]:
+) -> tuple[Trajectory, Desk, ChatTokenizer]:
     chat = chat_of(family)
     sampler, desk = Says(chat, lines, cut), Desk(list(answers))
     config = AgentConfig(use="tool_calling", **limits)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.environments.tools.environment import described
-from draco_ray.environments.tools.functions import Functions, UnusableTools, call, load, run_hook, with_json
+from draco_ray.environments.tools.functions import Functions, UnusableTools, call, json_or_repr, load, run_hook
 
 SHOP = '''
 from __future__ import annotations
@@ -291,9 +291,9 @@ def test_what_has_no_json_is_told_as_it_is_written() -> None:
         def __repr__(self) -> str:
             raise RuntimeError
 
-    assert with_json({"done": True}) == {"done": True}
-    assert with_json({"done": {1}}) == "{'done': {1}}"
-    assert with_json(Mute()) == "a Mute"
+    assert json_or_repr({"done": True}) == {"done": True}
+    assert json_or_repr({"done": {1}}) == "{'done': {1}}"
+    assert json_or_repr(Mute()) == "a Mute"
 
 
 def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draco_ray.commands.report import write as write_report
+from draco_ray.commands.report import write_reports as write_report
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
@@ -21,7 +21,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message, Turn
-from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.directory import RunDirectory, lock_run
 from draco_ray.runs.rows import step_trajectories
 from draco_ray.traces.judging import as_trajectory, environment_facts
 from draco_ray.traces.library import judge, judge_sync, plan
@@ -383,7 +383,7 @@ def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_
     out, groups = tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
     judge_sync(groups, MODEL, out=out, complete=Canned())
     with (
-        sole_driver(RunDirectory.open(out)),
+        lock_run(RunDirectory.open(out)),
         pytest.raises(ConfigError, match="another process is using it; end that process"),
     ):
         judge_sync(groups, MODEL, out=out, complete=Canned())

@@ -18,7 +18,7 @@ from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.records import Evaluation, JudgedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import held_out
-from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
+from draco_ray.training.held_out import HeldOutEvaluator, HeldOutJudgeEvaluator
 from draco_ray.training.progress import RunObserver, StepProgress
 from tests.support.evaluations import a_result
 
@@ -171,7 +171,7 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
 ) -> None:
     async def nothing(*_: Any) -> None: ...
 
-    async def played(self: BeforeAfter, pool: Any, step: int, index: int, task: Any, run: int) -> Evaluation:
+    async def played(self: HeldOutEvaluator, pool: Any, step: int, index: int, task: Any, run: int) -> Evaluation:
         return a_result(task.task_id, run, task.task_id == "a_1").evaluation
 
     async def scored(*_: Any) -> list[JudgedRollout]:
@@ -179,8 +179,8 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
 
     package = WandB()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr(BeforeAfter, "_rollout", played)
-    monkeypatch.setattr(JudgedBeforeAfter, "_task", scored)
+    monkeypatch.setattr(HeldOutEvaluator, "_rollout", played)
+    monkeypatch.setattr(HeldOutJudgeEvaluator, "_task", scored)
     environment = SimpleNamespace(tasks=lambda split: ["a_1", "a_2"], task=lambda name: SimpleNamespace(task_id=name))
     for module in (held_out,):
         monkeypatch.setattr(module, "make_environment", lambda *_: environment)
@@ -194,8 +194,8 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
         evaluation_workers=lambda: workers, workers=workers, pool=lambda workers: None, store=store
     )
     about = (config, actors, run, StepProgress(console), console)
-    await BeforeAfter(*about, observer.held_out).measure(4, 4)
-    judged = JudgedBeforeAfter(
+    await HeldOutEvaluator(*about, observer.held_out).measure(4, 4)
+    judged = HeldOutJudgeEvaluator(
         *about, prompts=lambda tasks: dict.fromkeys(tasks, ()), static=(), tell=observer.held_out
     )
     await judged.measure(6, 6)

@@ -24,7 +24,7 @@ from draco_ray.pipeline import MOST_GROUPS, Group
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import Batches, TaskOrder, Trainer, WeightSync
+from draco_ray.training.trainer import BatchScheduler, TaskOrder, Trainer, WeightSync
 from draco_ray.workers.elastic import fixed_workers
 from tests.unit.test_training_metrics import an_update
 
@@ -105,7 +105,7 @@ class Run:
         fleet: Any = SimpleNamespace(load=self._load, prove=self._prove)
         self.trainer = Trainer(
             config,
-            batches=Batches(dict.fromkeys(TASKS, ()), self.order, pipeline, console, start.recorded),
+            batches=BatchScheduler(dict.fromkeys(TASKS, ()), self.order, pipeline, console, start.recorded),
             learner=learner,
             fleet=fleet,
             weights=WeightSync(

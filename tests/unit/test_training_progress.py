@@ -12,17 +12,17 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from draco_ray.judging.outage import Pause
+from draco_ray.judging.outage import OutageStatus
 from draco_ray.pipeline import Group
 from draco_ray.summaries import PhaseSummary
 from draco_ray.training import progress as progress_module
 from draco_ray.training.progress import STAGES, StepProgress, stage, watch_judge
 from draco_ray.training.run import _stopping
-from draco_ray.training.watchdog import Pending, unless_lost
+from draco_ray.training.watchdog import PendingOperations, cancel_on_loss
 
 
-def away(next_try: float, gives_up: float) -> Pause:
-    return Pause(reason="503 overloaded", lasted=10.0, next_try=next_try, gives_up=gives_up)
+def away(next_try: float, gives_up: float) -> OutageStatus:
+    return OutageStatus(reason="503 overloaded", lasted=10.0, next_try=next_try, gives_up=gives_up)
 
 
 async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
@@ -35,7 +35,7 @@ async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
             super().note(text)
             notes.append(text)
 
-    async def pause() -> Pause | None:
+    async def pause() -> OutageStatus | None:
         if not looks:
             over.set()
             return None
@@ -82,7 +82,7 @@ def group(task: str, rollouts: int, phases: int, *, done: bool = False) -> Group
 
 
 def test_the_counts_are_summed_over_groups_and_the_line_fits_60_columns() -> None:
-    clock, pending = Clock(), Pending()
+    clock, pending = Clock(), PendingOperations()
     progress = StepProgress(Console(file=io.StringIO()), pending, clock=clock)
     groups = [group(task, 0, 0) for task in "abcdefgh"]
     progress.start("step 3/100", groups, 48)
@@ -107,7 +107,7 @@ def test_the_counts_are_summed_over_groups_and_the_line_fits_60_columns() -> Non
 
 
 def test_stages_are_named_by_what_is_waited_for() -> None:
-    pending = Pending()
+    pending = PendingOperations()
     assert stage(pending) == ""
     with pending.of("the engines' start"), pending.of("the learner's start"):
         assert stage(pending) == "loading engine"
@@ -169,7 +169,7 @@ def test_an_interrupted_run_says_so_before_it_cleans_up() -> None:
             seen.append(text.getvalue())
 
     async def run() -> None:
-        await unless_lost(work(), cancelled=partial(_stopping, console))
+        await cancel_on_loss(work(), cancelled=partial(_stopping, console))
 
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):

@@ -26,7 +26,7 @@ from draco_ray.judging.prompts import evidence_key
 from draco_ray.judging.reply_cache import create_store
 from draco_ray.records import Message
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.directory import RunDirectory, lock_run
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import part_rows, read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
@@ -42,7 +42,7 @@ from draco_ray.training.resume import (
     rewind,
     write_prompts,
 )
-from draco_ray.training.trainer import Batches, OrderRules, TaskOrder, TaskPart
+from draco_ray.training.trainer import BatchScheduler, OrderRules, TaskOrder, TaskPart
 from draco_ray.workers.local import LocalActor
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
@@ -382,7 +382,7 @@ async def test_what_an_interrupted_step_does_not_take_over_is_dropped(
         run=lambda group: asyncio.sleep(0),
     )
     prompts = dict.fromkeys((kept, "new"), PROMPTS[kept])
-    batch = await Batches(prompts, order, pipeline, Console(quiet=True), frozenset({1})).take(1)
+    batch = await BatchScheduler(prompts, order, pipeline, Console(quiet=True), frozenset({1})).take(1)
     await batch.cancel()
     assert taken == [(f"step1/{kept}", 0)]
     assert run.table("trajectories").select(["task_id", "rollout"]).to_pylist() == [{"task_id": kept, "rollout": 0}]
@@ -518,14 +518,14 @@ def test_a_folder_that_cannot_be_written_is_no_damaged_run(
 
     monkeypatch.setattr(os, "open", refused)
     problem = rf"run directory .*run cannot be written: {os.strerror(number)}; make it"
-    with pytest.raises(StoreError, match=problem), sole_driver(run):
+    with pytest.raises(StoreError, match=problem), lock_run(run):
         pass
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:
-    with sole_driver(run), pytest.raises(ConfigError, match="another process is using it"), sole_driver(run):
+    with lock_run(run), pytest.raises(ConfigError, match="another process is using it"), lock_run(run):
         pass
-    with sole_driver(run):
+    with lock_run(run):
         pass
 
 

@@ -10,13 +10,13 @@ import pytest
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.cli import main
 from draco_ray.commands.eval_set import parse_set
-from draco_ray.commands.evaluate import EvaluateOptions, check_typed, find_policy_and_config
-from draco_ray.commands.tau import check_typed as check_tau
+from draco_ray.commands.evaluate import EvaluateOptions, check_options, find_policy_and_config
+from draco_ray.commands.tau import check_overrides as check_tau
 from draco_ray.commands.tau import policy_and_config
-from draco_ray.config.effect import check_training
+from draco_ray.config.ineffective_keys import check_training_keys
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.lab.analysis.judges import OWN, NamedJudge, judge_config, open_complete
+from draco_ray.lab.analysis.judges import OWN, NamedJudge, judge_config, open_completer
 from draco_ray.traces.load import load_traces
 
 
@@ -129,7 +129,7 @@ def test_the_home_directory_is_found_after_an_equals_sign(
 )
 def test_a_key_of_training_that_another_switches_off_is_refused(key: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"train: {key.partition('=')[0]} has no effect {reason}"):
-        check_training([key], load_config("sandbox", [key]))
+        check_training_keys([key], load_config("sandbox", [key]))
 
 
 def test_keys_that_are_on_are_taken() -> None:
@@ -140,7 +140,7 @@ def test_keys_that_are_on_are_taken() -> None:
         (["algorithm.static_rubric=r.yaml"], "static"),
         (["train.keep_last=2", "train.keep_every=3"], None),
     ):
-        check_training(typed, load_config("sandbox", typed, setting))
+        check_training_keys(typed, load_config("sandbox", typed, setting))
 
 
 def options(policy: str, *overrides: str, **changes: object) -> EvaluateOptions:
@@ -179,18 +179,18 @@ def test_what_an_evaluation_would_ignore_is_refused(
 ) -> None:
     asked = options(policy, *typed, **changes)
     with pytest.raises(ConfigError, match=said):
-        check_typed(asked, *find_policy_and_config(asked, tmp_path), judged=False)
+        check_options(asked, *find_policy_and_config(asked, tmp_path), judged=False)
 
 
 def test_what_an_evaluation_takes_is_taken(tmp_path: Path) -> None:
     typed = ["judge.limits.dollars=3", "judge.prices={b: {input: 1, output: 1}}", "agent.max_turns=3", "data.root=x"]
     asked = options("litellm:a/b", *typed, api_base="http://x", api_temperature=0.0)
     found, config = find_policy_and_config(asked, tmp_path)
-    check_typed(asked, found, config, judged=False)
+    check_options(asked, found, config, judged=False)
     judged = options("starter", "judge.max_tokens=999", "algorithm.rubric=static")
-    check_typed(judged, *find_policy_and_config(judged, tmp_path), judged=True)
+    check_options(judged, *find_policy_and_config(judged, tmp_path), judged=True)
     with pytest.raises(ConfigError, match="--label: no effect, because this environment has no evaluator"):
-        check_typed(options("starter", label="A"), *find_policy_and_config(judged, tmp_path), judged=True)
+        check_options(options("starter", label="A"), *find_policy_and_config(judged, tmp_path), judged=True)
 
 
 def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused() -> None:
@@ -233,8 +233,8 @@ async def test_a_runs_own_rule_judge_answers_by_the_runs_rules(tmp_path: Path) -
     rules.write_text("def answer(prompt):\n    return None, 'mine'\n")
     run = load_config("sandbox", [f"judge.rule_judge.use={rules}:answer"]).judge
     asked = Request(messages=(Message(role="user", content="x"),))
-    assert (await open_complete(judge_config(run, NamedJudge(model=OWN), None))(asked)).text == "mine"
-    assert (await open_complete(judge_config(run, NamedJudge(model="rules"), None))(asked)).text != "mine"
+    assert (await open_completer(judge_config(run, NamedJudge(model=OWN), None))(asked)).text == "mine"
+    assert (await open_completer(judge_config(run, NamedJudge(model="rules"), None))(asked)).text != "mine"
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from draco_ray.adapters.credit import ArrivingGroup
-from draco_ray.adapters.tokens import token_advantages
+from draco_ray.adapters.per_token_advantages import token_advantages
 from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict, TrajectoryKey, VerdictStore, digest
 from draco_ray.errors import ConfigError
 

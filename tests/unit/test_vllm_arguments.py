@@ -10,8 +10,8 @@ from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.config.vllm_arguments import TAKEN
-from draco_ray.engine.openai_server import server_environment
-from draco_ray.engine.vllm_engine import vllm_environment
+from draco_ray.engine.openai_server import server_env_vars
+from draco_ray.engine.vllm_engine import vllm_env_vars
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import GIB, engine_memory
 from draco_ray.lab.planning.model_shape import model_shape
@@ -102,8 +102,8 @@ def test_nothing_is_compiled_at_the_first_start_that_needs_a_cuda_toolkit(
         monkeypatch.setenv(name, own)
     on_gpu, on_cpu = EngineConfig(gpus_per_engine=1), EngineConfig(gpus_per_engine=0)
     for environment in (
-        vllm_environment(on_gpu, ModelConfig(path="Qwen/Qwen3.6-27B")),
-        server_environment(on_gpu, "Qwen/Qwen3.6-27B", "key"),
+        vllm_env_vars(on_gpu, ModelConfig(path="Qwen/Qwen3.6-27B")),
+        server_env_vars(on_gpu, "Qwen/Qwen3.6-27B", "key"),
     ):
         assert environment[name] == (own or "0")
-    assert name not in vllm_environment(on_cpu, ModelConfig(path="Qwen/Qwen3.6-27B"))
+    assert name not in vllm_env_vars(on_cpu, ModelConfig(path="Qwen/Qwen3.6-27B"))

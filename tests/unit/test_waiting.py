@@ -18,10 +18,10 @@ from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import progress, session
-from draco_ray.training.held_out import BeforeAfter
+from draco_ray.training.held_out import HeldOutEvaluator
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import TaskOrder, WeightSync
-from draco_ray.training.watchdog import Pending
+from draco_ray.training.watchdog import PendingOperations
 
 
 def remote(work: Callable[..., Any]) -> Any:
@@ -40,7 +40,7 @@ class Hang:
         await asyncio.Event().wait()
 
 
-async def waited_for(work: Awaitable[Any], hang: Hang, pending: Pending) -> str:
+async def waited_for(work: Awaitable[Any], hang: Hang, pending: PendingOperations) -> str:
     """What ``work`` waits for once it has asked what hangs."""
     working, asked = asyncio.ensure_future(work), asyncio.ensure_future(hang.asked.wait())
     await asyncio.wait({working, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -52,7 +52,7 @@ async def waited_for(work: Awaitable[Any], hang: Hang, pending: Pending) -> str:
 
 
 async def test_the_run_store_that_does_not_take_a_rollout_is_named() -> None:
-    hang, pending = Hang(), Pending()
+    hang, pending = Hang(), PendingOperations()
     algorithm = load_config("sandbox", ["setting=random"]).algorithm
 
     async def play(*ignored: Any, **named: Any) -> Any:
@@ -73,11 +73,11 @@ async def test_the_run_store_that_does_not_take_a_rollout_is_named() -> None:
 
 
 async def test_a_rollout_of_an_evaluation_is_named() -> None:
-    hang, pending = Hang(), Pending()
+    hang, pending = Hang(), PendingOperations()
     pool: Any = SimpleNamespace(run=hang)
     task: Any = SimpleNamespace(task_id="a_1")
     nobody: Any = None
-    measuring = BeforeAfter(load_config("sandbox"), nobody, nobody, nobody, Console(quiet=True), wait=pending.of)
+    measuring = HeldOutEvaluator(load_config("sandbox"), nobody, nobody, nobody, Console(quiet=True), wait=pending.of)
     assert (await waited_for(measuring._rollout(pool, 4, 0, task, 0), hang, pending)).startswith(
         "rollout evaluation4/a_1/0, for "
     )
@@ -131,7 +131,7 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(session, "find_learner", lambda use: lambda *_, **__: learner)
     monkeypatch.setattr(session, "Actors", lambda *_: actors)
     monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
-    monkeypatch.setattr(session, "unless_gone", unless_gone)
+    monkeypatch.setattr(session, "stop_unless_head_lost", unless_gone)
     monkeypatch.setattr(session, "pending_demand", lambda: "")
     monkeypatch.setattr(session, "release_start_lock", lambda: None)
     monkeypatch.setattr(WeightSync, "publish", hang)
@@ -160,7 +160,7 @@ async def test_a_judged_evaluation_whose_actors_do_not_start_ends_with_what_it_w
     """As do `draco rubric author`, by the same function, and an evaluation."""
     hang = Hang()
 
-    async def start(pending: Pending) -> None:
+    async def start(pending: PendingOperations) -> None:
         with pending.of("the engines' start"):
             await hang()
 

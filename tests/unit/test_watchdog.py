@@ -18,7 +18,7 @@ from draco_ray.errors import ConfigError, RunStopped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run as run_module
 from draco_ray.training.run import resume_or_start
-from draco_ray.training.watchdog import Pending, Watchdog, in_time, watch_quiet
+from draco_ray.training.watchdog import PendingOperations, Watchdog, report_inactivity, run_with_timeout
 
 NO_RUBRIC = "no rubric: stage1 and every stage2 call failed"
 
@@ -38,7 +38,7 @@ def line(
 
 
 def test_a_machine_whose_clock_is_set_makes_nothing_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    pending = Pending()
+    pending = PendingOperations()
     with pending.of("rollout", "step1/a_1/0"):
         jumped = time.time() + 86400
         monkeypatch.setattr(time, "time", lambda: jumped)
@@ -82,7 +82,7 @@ def test_a_share_of_failed_judge_phases_stops_the_run() -> None:
 
 def test_what_is_waited_for_is_named_with_its_oldest() -> None:
     now = 0.0
-    pending = Pending(lambda: now)
+    pending = PendingOperations(lambda: now)
     assert str(pending) == "unknown"
     with pending.of("rollout", "step3/a_1/0"):
         now = 60.0
@@ -97,9 +97,9 @@ def test_what_is_waited_for_is_named_with_its_oldest() -> None:
 
 async def test_silence_is_broken_once_in_each_such_time() -> None:
     now, said = 0.0, asyncio.Queue[str]()
-    pending = Pending(lambda: now)
+    pending = PendingOperations(lambda: now)
     reason = ""
-    watching = asyncio.create_task(watch_quiet(pending, 600.0, said.put_nowait, lambda: reason, look_seconds=0.0))
+    watching = asyncio.create_task(report_inactivity(pending, 600.0, said.put_nowait, lambda: reason, look_seconds=0.0))
     with pending.of("rollout", "step3/a_1/0"):
         for minutes, reason in ((10, ""), (20, "no node has free resources for 1 x 2 CPU")):
             shown = f" ({reason})" if reason else ""
@@ -119,7 +119,7 @@ async def test_silence_is_broken_once_in_each_such_time() -> None:
 
 
 async def test_what_takes_too_long_is_ended_and_what_it_waited_for_was_asked_before() -> None:
-    pending, ended = Pending(), []
+    pending, ended = PendingOperations(), []
 
     async def step() -> None:
         try:
@@ -131,18 +131,18 @@ async def test_what_takes_too_long_is_ended_and_what_it_waited_for_was_asked_bef
 
     late = partial(_late_of, pending)
     with pytest.raises(RunStopped, match="waiting for: the learner's update, for"):
-        await in_time(step(), 0.01, late)
+        await run_with_timeout(step(), 0.01, late)
     assert ended == ["step"]
     assert str(pending) == "unknown"
 
     async def quick() -> int:
         return 7
 
-    assert await in_time(quick(), 3600.0, late) == 7
-    assert await in_time(quick(), None, late) == 7
+    assert await run_with_timeout(quick(), 3600.0, late) == 7
+    assert await run_with_timeout(quick(), None, late) == 7
 
 
-def _late_of(pending: Pending) -> RunStopped:
+def _late_of(pending: PendingOperations) -> RunStopped:
     return RunStopped(f"step 1 has not ended, waiting for: {pending}")
 
 

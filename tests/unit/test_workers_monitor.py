@@ -20,7 +20,7 @@ from draco_ray.workers.monitor import (
     WorkerLost,
     WorkerUnavailable,
 )
-from tests.support.turns import LoopClock, outcome, turns, until
+from tests.support.turns import LoopClock, outcome, yield_turns, yield_until
 
 
 class Worker:
@@ -87,11 +87,11 @@ class Pool:
 
     async def open(self) -> None:
         self.watched.open()
-        await until(lambda: self.workers.up == len(self.made))
+        await yield_until(lambda: self.workers.up == len(self.made))
 
     async def holder(self) -> tuple[Worker, Worker]:
         """The one of two that has a call, and the other."""
-        await until(lambda: any(worker.calls for worker in self.made))
+        await yield_until(lambda: any(worker.calls for worker in self.made))
         first, second = self.made
         return (first, second) if first.calls else (second, first)
 
@@ -113,15 +113,15 @@ async def test_a_call_of_an_unresponsive_worker_is_retried_at_one_that_answers(t
     asked = two.ask()
     stuck, other = await two.holder()
     stuck.there.clear()
-    await until(lambda: other.calls)
+    await yield_until(lambda: other.calls)
     assert stuck.cancelled == 1
     other.calls[0].set_result(7)
     assert await outcome(asked) == (other.number, 7)
     assert (two.workers.up, two.workers.in_flight) == (1, 0)
     # It was abandoned and restarted, once.
-    await until(lambda: stuck.renewed)
+    await yield_until(lambda: stuck.renewed)
     stuck.error = None
-    await until(lambda: two.workers.up == 2)
+    await yield_until(lambda: two.workers.up == 2)
     assert (stuck.renewed, other.renewed) == (1, 0)
 
 
@@ -132,7 +132,7 @@ async def test_a_pause_of_this_process_makes_no_worker_unresponsive(two: Pool, c
     await clock.pass_(0)
     for worker in two.made:
         worker.there.clear()
-    await turns(50)
+    await yield_turns(50)
     await clock.pass_(90)
     assert two.workers.up == 2
     two.made[0].there.set()
@@ -145,7 +145,7 @@ async def test_a_pause_of_this_process_makes_no_worker_unresponsive(two: Pool, c
 async def test_a_worker_is_unresponsive_after_the_timeout(two: Pool, clock: LoopClock) -> None:
     two.watched.timeout_seconds, two.watched.ping_seconds = 60.0, 5.0
     first, second = two.made
-    await turns(50)
+    await yield_turns(50)
     looks = second.looks
     first.there.clear()
     await clock.pass_(4.9)
@@ -171,7 +171,7 @@ async def test_one_that_has_not_come_up_yet_is_left_to_come(two: Pool) -> None:
     place = PooledWorker(late, 2, 0.0)
     two.watched.monitor(place)
     looks = two.made[0].looks
-    await until(lambda: two.made[0].looks > looks + 20)
+    await yield_until(lambda: two.made[0].looks > looks + 20)
     assert (late.looks, late.renewed, place.up) == (1, 0, False)
 
 
@@ -180,8 +180,8 @@ async def test_a_call_stays_where_it_is_while_nobody_else_answers(two: Pool) -> 
     holder, _ = await two.holder()
     for left, worker in ((1, next(worker for worker in two.made if worker is not holder)), (0, holder)):
         worker.there.clear()
-        await until(lambda left=left: two.workers.up == left)
-    await turns(20)
+        await yield_until(lambda left=left: two.workers.up == left)
+    await yield_turns(20)
     assert (holder.cancelled, holder.renewed) == (0, 0)
     holder.calls[0].set_result(1)
     assert await outcome(asked) == (holder.number, 1)
@@ -192,7 +192,7 @@ async def test_a_call_that_makes_every_worker_unresponsive_fails() -> None:
     await pool.open()
     asked = pool.ask()
     for attempts in range(1, MAX_ATTEMPTS + 1):
-        await until(lambda attempts=attempts: sum(len(worker.calls) for worker in pool.made) == attempts)
+        await yield_until(lambda attempts=attempts: sum(len(worker.calls) for worker in pool.made) == attempts)
         for worker in pool.made:
             if worker.calls:
                 worker.there.clear()
@@ -204,13 +204,13 @@ async def test_a_call_that_makes_every_worker_unresponsive_fails() -> None:
 async def test_an_unavailable_worker_comes_back_and_a_lost_one_does_not(two: Pool) -> None:
     away, gone = two.made
     away.error = WorkerUnavailable("restarting")
-    await until(lambda: two.workers.up == 1)
+    await yield_until(lambda: two.workers.up == 1)
     away.error = None
-    await until(lambda: two.workers.up == 2)
+    await yield_until(lambda: two.workers.up == 2)
     gone.error = WorkerLost()
-    await until(lambda: len(two.workers.pooled) == 1)
+    await yield_until(lambda: len(two.workers.pooled) == 1)
     looks = gone.looks
-    await until(lambda: away.looks > looks + 5)
+    await yield_until(lambda: away.looks > looks + 5)
     assert gone.looks == looks
 
 
@@ -221,19 +221,19 @@ async def test_calls_of_a_worker_out_of_reach_are_made_at_the_other_and_none_is_
     lost, other = await two.holder()
     lost.there.clear()
     lost.calls[0].set_exception(WorkerUnavailable("its node does not answer"))
-    await until(lambda: other.calls)
+    await yield_until(lambda: other.calls)
     # The one slot that answers is taken: whoever asks now waits, and is not given to the one that does not.
     more = [two.ask() for _ in range(MAX_ATTEMPTS)]
-    await until(lambda: two.workers.waiting == MAX_ATTEMPTS)
+    await yield_until(lambda: two.workers.waiting == MAX_ATTEMPTS)
     assert (len(lost.calls), two.workers.in_flight) == (1, 1)
     for index, call in enumerate([asked, *more]):
-        await until(lambda index=index: len(other.calls) > index)
+        await yield_until(lambda index=index: len(other.calls) > index)
         other.calls[index].set_result(index)
         assert await outcome(call) == (other.number, index)
     assert len(lost.calls) == 1
     assert caplog.messages == [f"worker {lost.number} cannot be reached: its node does not answer"]
     lost.there.set()
-    await until(lambda: two.workers.up == 2)
+    await yield_until(lambda: two.workers.up == 2)
 
 
 async def test_a_call_waits_where_every_worker_is_out_of_reach_and_fails_where_it_is_the_cause() -> None:
@@ -242,11 +242,11 @@ async def test_a_call_waits_where_every_worker_is_out_of_reach_and_fails_where_i
     (worker,) = pool.made
     asked = pool.ask()
     for attempts in range(1, MAX_ATTEMPTS + 1):
-        await until(lambda attempts=attempts: len(worker.calls) == attempts)
+        await yield_until(lambda attempts=attempts: len(worker.calls) == attempts)
         worker.there.clear()
         worker.calls[-1].set_exception(WorkerUnavailable("restarting"))
-        await until(lambda: not pool.workers.up)
-        await turns(20)
+        await yield_until(lambda: not pool.workers.up)
+        await yield_turns(20)
         assert len(worker.calls) == attempts
         worker.there.set()
     assert await outcome(asked) is None
@@ -258,9 +258,9 @@ async def test_the_last_worker_lost_tells_its_cause_to_whoever_waits() -> None:
     pool = Pool(1)
     worker_there = asyncio.create_task(pool.watched.call(Worker.send))
     pool.watched.open()
-    await until(lambda: pool.made and pool.made[0].calls)
+    await yield_until(lambda: pool.made and pool.made[0].calls)
     waiting = pool.ask()
-    await until(lambda: pool.workers.waiting == 1)
+    await yield_until(lambda: pool.workers.waiting == 1)
     pool.made[0].error = WorkerLost()
     pool.made[0].error.__cause__ = ValueError("no memory")
     with pytest.raises(ValueError, match="no memory"):
@@ -275,7 +275,7 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
     two: Pool, cancelled: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = two.ask()
-    await until(lambda: any(worker.calls for worker in two.made))
+    await yield_until(lambda: any(worker.calls for worker in two.made))
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     (holder,) = (worker for worker in two.made if worker.calls)
@@ -300,14 +300,14 @@ async def test_the_slot_of_a_cancelled_call_is_taken_until_its_answer_and_draine
 async def test_a_place_beside_the_workers_is_preferred_while_it_is_up(two: Pool) -> None:
     beside = PooledWorker(Worker(9), -1, 0.0)
     two.watched.monitor(beside)
-    await until(lambda: beside.up)
+    await yield_until(lambda: beside.up)
     asked, again = two.ask(beside), two.ask(beside)
-    await until(lambda: len(beside.worker.calls) == 2)
+    await yield_until(lambda: len(beside.worker.calls) == 2)
     assert (beside.calls, two.workers.in_flight) == (2, 0)
     beside.worker.calls[0].set_result(3)
     assert await outcome(asked) == (9, 3)
     beside.worker.there.clear()
-    await until(lambda: any(worker.calls for worker in two.made))
+    await yield_until(lambda: any(worker.calls for worker in two.made))
     (other,) = (worker for worker in two.made if worker.calls)
     other.calls[0].set_result(4)
     assert await outcome(again) == (other.number, 4)
@@ -327,13 +327,13 @@ async def test_the_lowest_rank_is_called_first_and_a_call_that_names_none_has_ra
     pool = Pool(1)
     await pool.open()
     asked = [pool.ask()]
-    await until(lambda: pool.made[0].calls)
+    await yield_until(lambda: pool.made[0].calls)
     asked += [pool.ask(rank=1), pool.ask(), pool.ask(rank=-1), pool.ask(rank=0)]
     answered: list[int] = []
     for index in range(len(asked)):
-        await until(lambda index=index: len(pool.made[0].calls) > index)
+        await yield_until(lambda index=index: len(pool.made[0].calls) > index)
         pool.made[0].calls[index].set_result(0)
-        await turns(5)
+        await yield_turns(5)
         answered += [number for number, call in enumerate(asked) if call.done() and number not in answered]
     assert answered == [0, 3, 2, 4, 1]
     pool.watched.close()
@@ -346,13 +346,13 @@ async def test_a_worker_that_answers_but_not_well_rests_while_the_other_takes_th
     assert await outcome(asked) == (bad.number, 0)
     for index in range(3):
         again = two.ask(ok=lambda answer: answer > 0)
-        await until(lambda index=index: len(good.calls) > index)
+        await yield_until(lambda index=index: len(good.calls) > index)
         good.calls[index].set_result(1)
         assert await outcome(again) == (good.number, 1)
     # Where nobody says what is ok, every answer is.
     for index in range(2):
         again = two.ask()
-        await until(lambda index=index: len(good.calls) > 3 + index)
+        await yield_until(lambda index=index: len(good.calls) > 3 + index)
         good.calls[3 + index].set_result(0)
         await outcome(again)
     assert len(bad.calls) == 1
@@ -381,7 +381,7 @@ async def test_draining_waits_no_longer_than_it_may(two: Pool, clock: LoopClock)
     asked.cancel()
     await asyncio.gather(asked, return_exceptions=True)
     draining = asyncio.create_task(two.watched.drain(20))
-    await turns(5)
+    await yield_turns(5)
     await clock.pass_(19.9)
     assert not draining.done()
     await clock.pass_(0.1)
@@ -389,7 +389,7 @@ async def test_draining_waits_no_longer_than_it_may(two: Pool, clock: LoopClock)
     # Should the answer come after all, its slot is free then.
     assert two.workers.in_flight == 1
     holder.calls[0].set_result(1)
-    await until(lambda: two.workers.in_flight == 0)
+    await yield_until(lambda: two.workers.in_flight == 0)
 
 
 async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
@@ -410,7 +410,7 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
     first, second = pool.made
     for worker in (first, second, first):
         worker.calls[-1].set_result(1)
-        await turns(5)
+        await yield_turns(5)
     assert [await outcome(call) for call in asked] == [(0, 1), (1, 1), (0, 1)]
     pool.workers._idle_seconds = 0.0
     await clock.pass_(ADJUST_SECONDS)
@@ -426,7 +426,7 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
     await clock.pass_(ADJUST_SECONDS)
     assert (first.looks, len(pool.made)) == (looks, 2)
     for call in waiting:
-        await until(lambda: not first.calls[-1].done())
+        await yield_until(lambda: not first.calls[-1].done())
         first.calls[-1].set_result(1)
         await outcome(call)
 
@@ -457,20 +457,20 @@ async def test_an_unresponsive_unavailable_or_lost_worker_is_logged_once_on_one_
     caplog.set_level(logging.WARNING)
     first, second = two.made
     first.error = WorkerUnavailable("its node\ndoes not answer" + " at all" * 100)
-    await until(lambda: two.workers.up == 1)
-    await turns(50)
+    await yield_until(lambda: two.workers.up == 1)
+    await yield_turns(50)
     assert caplog.messages == [f"worker 0 cannot be reached: {('its node does not answer' + ' at all' * 100)[:300]}"]
     first.error = None
-    await until(lambda: two.workers.up == 2)
+    await yield_until(lambda: two.workers.up == 2)
     first.there.clear()
-    await until(lambda: first.renewed)
+    await yield_until(lambda: first.renewed)
     assert caplog.messages[1:] == ["worker 0 does not answer", "worker 0 is restarted"]
     second.error = WorkerLost("ended\nby Ray" + "!" * 400)
-    await until(lambda: len(two.workers.pooled) == 1)
+    await yield_until(lambda: len(two.workers.pooled) == 1)
     assert caplog.messages[3:] == [f"worker 1 is lost: {('ended by Ray' + '!' * 400)[:300]}"]
     first.error = None
-    await until(lambda: two.workers.up == 1)
+    await yield_until(lambda: two.workers.up == 1)
     first.error = WorkerLost()
     first.error.__cause__ = MemoryError("killed")
-    await until(lambda: not two.workers.pooled)
+    await yield_until(lambda: not two.workers.pooled)
     assert caplog.messages[4:] == ["worker 0 is lost: killed"]

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from draco_ray.config.schema import CONFIRMED, CONFIRMED_URL, DracoConfig, NonEmptyStr, Tree
+from draco_ray.config.schema import CONFIRMED, CONFIRMED_URL, ConfigSection, DracoConfig, NonEmptyStr
 
 DenseRetrieval = Literal["alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep"]
 """tau2's retrieval configurations that call an embedding model."""
@@ -15,7 +15,7 @@ NoEmbedding = Literal["terminal_use", "bm25", "bm25_grep", "grep_only", "full_kb
 """tau2's other retrieval configurations."""
 
 
-class Tau2Config(Tree):
+class Tau2Config(ConfigSection):
     """An installation of tau2-bench."""
 
     tau2_python: str | None = Field(None, json_schema_extra=CONFIRMED)
@@ -26,7 +26,7 @@ class Tau2Config(Tree):
     """Required version of tau2; tasks and grading differ between versions."""
 
 
-class TauModelConfig(Tree):
+class TauModelConfig(ConfigSection):
     """A model that tau2 calls through LiteLLM."""
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
@@ -40,7 +40,7 @@ class TauModelConfig(Tree):
     """Temperature of sampling; null: not sent."""
 
 
-class TauEmbedderConfig(Tree):
+class TauEmbedderConfig(ConfigSection):
     """The embedding model behind dense retrieval (alltools-qwen)."""
 
     model: str = "qwen/qwen3-embedding-8b"
@@ -51,7 +51,7 @@ class TauEmbedderConfig(Tree):
     """Environment variable with its key."""
 
 
-class TauServerConfig(Tree):
+class TauServerConfig(ConfigSection):
     """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequence limits come from `engine`."""
 
     port: int | None = Field(None, ge=1, le=65535)

@@ -34,8 +34,8 @@ from draco_ray.benchmarks.tau.tau2_process import (
     find_python,
     judge_job,
     litellm_variables,
-    sampling,
-    settings_of,
+    sampling_arguments,
+    tau2_base_env_vars,
 )
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.engine.child import Scrubber
@@ -225,13 +225,13 @@ class TauEnvironment(Environment):
             "max_steps": options.max_steps,
             # No retries: what the endpoint rejects once, it rejects again.
             "agent": {"model": f"{agent}/policy", "provider": agent.upper(), "args": {"num_retries": 0}},
-            "user": {"model": options.user.model, "args": sampling(options.user)},
+            "user": {"model": options.user.model, "args": sampling_arguments(options.user)},
             "judge": judge_job(options.judge),
             "keys": {key: options.user.api_key_env, JUDGE_KEY: options.judge.api_key_env},
             "passed": [*PASSED_ON, "NO_PROXY", "no_proxy", "TMPDIR", MARK],
             "variables": {
                 **{name: value for name, value in variables.items() if value},
-                **settings_of(self._home),
+                **tau2_base_env_vars(self._home),
                 "LOGURU_LEVEL": "WARNING",
             },
             "results": str(folder / "results.json"),

@@ -34,7 +34,7 @@ from draco_ray.benchmarks.tau.results import (
     simulation_files,
     summary,
 )
-from draco_ray.benchmarks.tau.server import LITELLM_NAME, SERVED, TauPolicy, free_port, serve_command, served
+from draco_ray.benchmarks.tau.server import LITELLM_NAME, SERVED, TauPolicy, free_port, serve_command, serve_policy
 from draco_ray.benchmarks.tau.tau2_process import (
     BANKING,
     DENSE_RETRIEVAL,
@@ -46,8 +46,8 @@ from draco_ray.benchmarks.tau.tau2_process import (
     judge_job,
     key_variable,
     litellm_variables,
-    sampling,
-    settings_of,
+    sampling_arguments,
+    tau2_base_env_vars,
 )
 from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import DracoConfig
@@ -55,7 +55,7 @@ from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.pricing import find_price
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
@@ -134,7 +134,9 @@ def evaluate_tau(
     return directory
 
 
-def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | None = None) -> tuple[Tau2, Plan]:
+def plan_tau(
+    config: DracoConfig, policies: Sequence[TauPolicy], label: str | None = None
+) -> tuple[Tau2, EvaluationPlan]:
     """Check everything `evaluate_tau` needs; returns the installation and the plan.
 
     Raises:
@@ -156,7 +158,7 @@ def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | No
     settings |= {f"weights.{policy.name}": policy.digest for policy in policies}
     settings |= {f"model.{policy.name}": policy.model for policy in policies}
     settings |= {"thinking": config.agent.thinking, "dtype": config.model.dtype, "tau2_commit": tau2.commit}
-    return tau2, Plan(
+    return tau2, EvaluationPlan(
         benchmark=BENCHMARK,
         split="full" if len(tasks) == len(tau2.tasks) else "part",
         label=label or config.setting,
@@ -194,7 +196,9 @@ def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> 
     found: dict[str, float | None] = {}
     for role, names in models.items():
         settings = getattr(config, role)
-        refused = [name for name in names if settings.temperature is not None and not sampling(settings, name)]
+        refused = [
+            name for name in names if settings.temperature is not None and not sampling_arguments(settings, name)
+        ]
         if refused:
             log.warning(
                 "tau_bench.%s.temperature=%g is not sent; null is recorded: %s does not accept a temperature",
@@ -224,7 +228,7 @@ def key_variables(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
     return variables
 
 
-def tau2_environment(
+def tau2_env_vars(
     config: TauBenchConfig,
     home: Path,
     policy: TauPolicy,
@@ -256,7 +260,7 @@ def tau2_environment(
             )
     direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")))
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    environment |= {**settings_of(home), "NO_PROXY": direct, "no_proxy": direct, "TMPDIR": str(tmp)}
+    environment |= {**tau2_base_env_vars(home), "NO_PROXY": direct, "no_proxy": direct, "TMPDIR": str(tmp)}
     environment |= {JUDGE_KEY: keys["judge"], EMBEDDER_KEY: keys.get("embedder", "")}
     return {name: value for name, value in (environment | user | agent).items() if value}
 
@@ -285,8 +289,8 @@ def tau2_job(
         "domain": BANKING,
         "tasks": list(tasks),
         "max_steps": STEPS_PER_TURN * config.max_turns,
-        "agent": {"model": agent, "args": sampling(config.agent, agent)},
-        "user": {"model": config.user.model, "args": sampling(config.user)},
+        "agent": {"model": agent, "args": sampling_arguments(config.agent, agent)},
+        "user": {"model": config.user.model, "args": sampling_arguments(config.user)},
         "judge": judge_job(config.judge),
         "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
         "embeddings_cache": str(config.embeddings_cache.expanduser().resolve() / embedder),
@@ -312,13 +316,15 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         endpoint = None
         if not policy.api:
             log.info("serving %s as %s", policy.name, SERVED)
-            endpoint = stack.enter_context(served(config, policy, folder / "server.log", tmp, [*variables.values()]))
+            endpoint = stack.enter_context(
+                serve_policy(config, policy, folder / "server.log", tmp, [*variables.values()])
+            )
         unreadable = [*tau2.secret_paths, str(out.resolve())]
         job = tmp / "job.json"
         settings = tau2_job(tau, policy, endpoint, folder.resolve(), tasks=tasks, unreadable=unreadable)
         job.write_text(json.dumps(settings), encoding="utf-8")
         command = [tau2.python, "-P", str(RUNNER), "run", str(job)]
-        environment = tau2_environment(tau, tau2.home, policy, endpoint, keys, tmp)
+        environment = tau2_env_vars(tau, tau2.home, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
         progress = stack.enter_context(_shown(policy.name, len(tasks) * tau.trials))
         for start in range(tau.restarts + 1):

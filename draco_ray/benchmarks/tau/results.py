@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError, TauBenchError
-from draco_ray.judging.pricing import find_price, price_of
+from draco_ray.judging.pricing import find_price, reply_cost
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import EvaluationDirectory, RoleCost, RolloutResult, role_costs, sum_known
+from draco_ray.lab.evaluation.results import EvaluationDirectory, RoleCost, RolloutResult, role_costs, sum_or_none
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
 
 INFRASTRUCTURE = "infrastructure_error"
@@ -231,7 +231,7 @@ def summary(
 
 
 def _dollars(price: Price | None, usage: Usage) -> float | None:
-    return None if price is None else price_of(price, usage.input_tokens, 0, usage.output_tokens)
+    return None if price is None else reply_cost(price, usage.input_tokens, 0, usage.output_tokens)
 
 
 def cost_by_role_table(settings: Mapping[str, Sequence[EvaluationDirectory]]) -> Table:
@@ -258,11 +258,11 @@ def cost_by_role_table(settings: Mapping[str, Sequence[EvaluationDirectory]]) ->
             measured += costs.values()
         passes = sum(each.plan.runs * len(each.plan.measurements) for each in directories)
         values = [
-            sum_known(getattr(each[role], name) if role in each else None for each in measured)
+            sum_or_none(getattr(each[role], name) if role in each else None for each in measured)
             for role in ROLES
             for name, _ in names
         ]
-        values.append(sum_known(values[2::3]))
+        values.append(sum_or_none(values[2::3]))
         rows.append((label, tuple(None if value is None else Cell(value / passes) for value in values)))
     return Table(
         name="tau-costs",

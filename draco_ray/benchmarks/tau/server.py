@@ -182,11 +182,11 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
         rank = next((rank for rank in LORA_RANKS if rank >= policy.rank), LORA_RANKS[-1])
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         words += ["--lora-modules", json.dumps({"name": SERVED, "path": str(adapter)})]
-    return words + openai_server.hardware_words(config.engine, server.max_model_len)
+    return words + openai_server.hardware_arguments(config.engine, server.max_model_len)
 
 
 @contextmanager
-def served(
+def serve_policy(
     config: DracoConfig, policy: TauPolicy, log: Path, folder: Path, withhold: Sequence[str]
 ) -> Iterator[Server]:
     """Serve the policy as `SERVED` while the block runs.
@@ -217,7 +217,7 @@ def served(
             # Free the memory: the server runs for hours.
             del weights
         command = serve_command(config, policy, port, adapter)
-        environment = openai_server.server_environment(config.engine, policy.model, key, withhold)
+        environment = openai_server.server_env_vars(config.engine, policy.model, key, withhold)
         child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
         stack.callback(child.end)
         base, headers = f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}

@@ -160,7 +160,7 @@ def key_variable(config: TauModelConfig, model: str | None = None) -> str:
     return config.api_key_env or provider_key(model or config.model)
 
 
-def settings_of(home: Path) -> dict[str, str]:
+def tau2_base_env_vars(home: Path) -> dict[str, str]:
     """Environment variables of every tau2 process: set the data folder, and keep imports off .env and the network."""
     return {
         "TAU2_DATA_DIR": str(home / "data"),
@@ -195,10 +195,10 @@ def litellm_variables(name: str, config: TauModelConfig, model: str, key: str) -
 
 def judge_job(config: TauModelConfig) -> dict[str, Any]:
     """The judge of natural-language assertions in a job."""
-    return {"model": config.model, "api_base": config.api_base, "args": sampling(config), "key": JUDGE_KEY}
+    return {"model": config.model, "api_base": config.api_base, "args": sampling_arguments(config), "key": JUDGE_KEY}
 
 
-def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]:
+def sampling_arguments(config: TauModelConfig, model: str | None = None) -> dict[str, Any]:
     """Sampling arguments of a model, without a temperature that the model rejects: tau2 would silently drop it.
 
     Args:

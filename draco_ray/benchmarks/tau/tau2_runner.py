@@ -35,7 +35,7 @@ EVALUATOR = "evaluator.evaluator_nl_assertions"
 _PR_SET_DUMPABLE = 4
 
 
-class Stopped(Exception):
+class RunnerExit(Exception):
     """Ends the program with an exit code and a one-line reason."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -76,7 +76,7 @@ def describe(domain: str) -> dict[str, Any]:
     return found
 
 
-def load(*names: str) -> list[Any]:
+def import_tau2_modules(*names: str) -> list[Any]:
     """Import modules of tau2; discards the environment variables that tau2 sets from a .env file on import.
 
     Raises: Stopped: one cannot be imported.
@@ -85,29 +85,29 @@ def load(*names: str) -> list[Any]:
     try:
         return [importlib.import_module(f"tau2.{name}") for name in names]
     except ImportError as error:
-        raise Stopped(REFUSED, f"{error}; expected tau2-bench 1.0.1 with its extras") from error
+        raise RunnerExit(REFUSED, f"{error}; expected tau2-bench 1.0.1 with its extras") from error
     finally:
         os.environ.clear()
         os.environ.update(before)
 
 
-def original(owner: Any, name: str) -> Any:
+def require_attribute(owner: Any, name: str) -> Any:
     """An attribute of a module or a class of tau2. Raises: Stopped: it is missing."""
     if not hasattr(owner, name):
-        raise Stopped(REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
+        raise RunnerExit(REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
     return getattr(owner, name)
 
 
 def patch(owner: Any, **values: Any) -> None:
     """Replace attributes of a module or a class of tau2. Raises: Stopped: one is missing."""
     for name, value in values.items():
-        original(owner, name)
+        require_attribute(owner, name)
         setattr(owner, name, value)
 
 
 def use_judge(evaluator: Any, judge: dict[str, Any], calls: Path) -> None:
     """Set the judge of natural-language assertions, and append the tokens of every call to ``calls``."""
-    generate = original(evaluator, "generate")
+    generate = require_attribute(evaluator, "generate")
     lock = threading.Lock()
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -129,11 +129,11 @@ def use_judge(evaluator: Any, judge: dict[str, Any], calls: Path) -> None:
 def use_embedder(module: Any, cache: Any, job: dict[str, Any]) -> None:
     """Set the embedder's endpoint and name, and the folder of cached embeddings."""
     embedder = job["embedder"]
-    known = original(original(module, "OpenRouterEmbedder"), "SUPPORTED_MODELS")
+    known = require_attribute(require_attribute(module, "OpenRouterEmbedder"), "SUPPORTED_MODELS")
     if "api_string" not in known.get(EMBEDDER, ()):
-        raise Stopped(REFUSED, f"OpenRouterEmbedder does not support {EMBEDDER}; expected tau2-bench 1.0.1")
+        raise RunnerExit(REFUSED, f"OpenRouterEmbedder does not support {EMBEDDER}; expected tau2-bench 1.0.1")
     known[EMBEDDER]["api_string"] = embedder["model"]
-    client = original(module, "OpenAI")
+    client = require_attribute(module, "OpenAI")
     endpoint = {"base_url": embedder["api_base"], "api_key": os.environ.get(embedder["key"], "")}
     patch(module, OpenAI=lambda **arguments: client(**{**arguments, **endpoint}))
     patch(cache, _global_cache=cache.EmbeddingsCache(job["embeddings_cache"]))
@@ -144,8 +144,8 @@ def confine_shell(module: Any, unreadable: list[str]) -> None:
 
     tau2's sandbox only blocks paths listed in its settings, and passes on every environment variable.
     """
-    sandbox = original(module, "SandboxManager")
-    create = original(sandbox, "_create_srt_settings")
+    sandbox = require_attribute(module, "SandboxManager")
+    create = require_attribute(sandbox, "_create_srt_settings")
 
     def settings(manager: Any) -> None:
         create(manager)
@@ -184,7 +184,7 @@ def episode_settings(job: dict[str, Any]) -> dict[str, Any]:
 
 def run(job: dict[str, Any]) -> None:
     """Run the episodes that are not in the job's result folder yet. Raises: Stopped: a part of tau2 is missing."""
-    simulation, helpers, batch, evaluator, embedder, cache, sandbox = load(
+    simulation, helpers, batch, evaluator, embedder, cache, sandbox = import_tau2_modules(
         *("data_model.simulation", "runner.helpers", "runner.batch", EVALUATOR),
         *("knowledge.embedders.openrouter_embedder", "knowledge.embeddings_cache", "knowledge.sandbox_manager"),
     )
@@ -216,7 +216,7 @@ def play(job: dict[str, Any]) -> str:
     Returns: how the episode ended.
     Raises: Stopped: the episode must be repeated, or the policy did something after which tau2 cannot continue.
     """
-    simulations, helpers, build, progress = load(
+    simulations, helpers, build, progress = import_tau2_modules(
         "data_model.simulation", "runner.helpers", "runner.build", "runner.progress"
     )
     config = simulations.TextRunConfig(**episode_settings(job), num_trials=1)
@@ -241,10 +241,10 @@ def play(job: dict[str, Any]) -> str:
     results = simulations.Results(info=helpers.get_info(config), tasks=[task], simulations=[simulation])
     results.save(Path(job["results"]))
     if user_errors:
-        raise Stopped(PLAY_AGAIN, f"to be played again: the user simulator: {user_errors[0]}")
+        raise RunnerExit(PLAY_AGAIN, f"to be played again: the user simulator: {user_errors[0]}")
     if failed:
         info = simulation.info or {}
-        raise Stopped(1, f"tau2 ended the episode: {info.get('error_type')}: {info.get('error')}")
+        raise RunnerExit(1, f"tau2 ended the episode: {info.get('error_type')}: {info.get('error')}")
     return f"The episode ended: {simulation.termination_reason.value}."
 
 
@@ -269,11 +269,11 @@ def evaluate(job: dict[str, Any], task: Any, simulation: Any) -> None:
     """Set the episode's reward; if it cannot be evaluated, store the reason in its ``info``."""
     judge = job["judge"]
     try:
-        evaluator, assertions = load("evaluator.evaluator", EVALUATOR)
+        evaluator, assertions = import_tau2_modules("evaluator.evaluator", EVALUATOR)
         if judge["key"] in os.environ:
             use_judge(assertions, judge, Path(job["judge_calls"]))
         elif task.evaluation_criteria.nl_assertions:
-            raise Stopped(
+            raise RunnerExit(
                 REFUSED,
                 "the judge of the task's assertions has no API key; set environment variable "
                 f"{job['keys'][judge['key']]}",
@@ -301,7 +301,7 @@ def play_quietly(job: dict[str, Any]) -> int:
         os.dup2(log.fileno(), 2)
     try:
         code, text = 0, play(job)
-    except Stopped as stopped:
+    except RunnerExit as stopped:
         code, text = stopped.code, str(stopped)
     except Exception as error:
         # tau2's own loop handles the policy's failures, so this failure is not the policy's.
@@ -323,7 +323,7 @@ def main(arguments: list[str]) -> int:
         return play_quietly(job)
     try:
         run(job)
-    except Stopped as stopped:
+    except RunnerExit as stopped:
         print(stopped, file=sys.stderr)
         return stopped.code
     return 0

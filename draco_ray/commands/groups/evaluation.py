@@ -14,14 +14,14 @@ from draco_ray.commands.groups.options import (
     KeyVariable,
     Overrides,
     Trust,
+    call_with_options,
     check_no_effect,
-    options_of,
     run_folder,
 )
 from draco_ray.commands.tau import Beside, Form, tau
-from draco_ray.config.effect import check_effect
+from draco_ray.config.ineffective_keys import check_effective
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+from draco_ray.lab.evaluation.rendering import ShownUncertainty, TableFormat
 
 app = Commands()
 app.add_typer(tau, name="tau")
@@ -71,7 +71,7 @@ def evaluate(
     """
     from draco_ray.commands.evaluate import EvaluateOptions
     from draco_ray.commands.evaluate import evaluate as run_evaluation
-    from draco_ray.runs.remote.place import is_url
+    from draco_ray.runs.remote.location import is_url
 
     if is_url(run) and out is None:
         raise ConfigError(
@@ -79,7 +79,7 @@ def evaluate(
         )
     if is_url(policy):
         policy = str(run_folder(policy or "", checkpoints=True))
-    options = options_of(
+    options = call_with_options(
         EvaluateOptions,
         locals(),
         run=None if run is None else run_folder(run, checkpoints=True),
@@ -99,7 +99,7 @@ def eval_set(
     out: Path | None = None,
     against: str | None = None,
     form: Form = TableFormat.TEXT,
-    show: Beside = Shown.INTERVAL,
+    show: Beside = ShownUncertainty.INTERVAL,
     retry_errors: bool = False,
     trust: Trust = False,
 ) -> None:
@@ -116,7 +116,7 @@ def eval_set(
     """
     from draco_ray.commands.eval_set import evaluate_set
 
-    options_of(evaluate_set, locals(), overrides=overrides or [], starter=STARTER_MODEL)
+    call_with_options(evaluate_set, locals(), overrides=overrides or [], starter=STARTER_MODEL)
 
 
 @app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
@@ -134,7 +134,7 @@ def reevaluate(
     """
     from draco_ray.commands.evaluate import reevaluate as evaluate_again
 
-    check_effect("draco reevaluate", overrides or [], ("data.root", "environment"), {})
+    check_effective("draco reevaluate", overrides or [], ("data.root", "environment"), {})
     if not evaluate_again(directory, config, overrides or []):
         raise typer.Exit(1)
 
@@ -148,7 +148,7 @@ def tables(
     *,
     table: list[str] | None = None,
     form: Form = TableFormat.TEXT,
-    show: Beside = Shown.NOTHING,
+    show: Beside = ShownUncertainty.NOTHING,
     against: str | None = None,
     out: Path | None = None,
 ) -> None:

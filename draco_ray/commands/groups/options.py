@@ -93,12 +93,12 @@ def _described(function: CommandT) -> CommandT:
     return function
 
 
-def of_variety(path: Path, variety: str) -> Path:
+def variety_folder(path: Path, variety: str) -> Path:
     """Default folder of a variety's world or starter policy."""
     return path if variety == "standard" else path.with_name(f"{path.name}-{variety}")
 
 
-def options_of(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
+def call_with_options(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
     """Call a function or a dataclass with ``others``, and with those of a command's `locals()` that it accepts."""
     names = inspect.signature(made).parameters
     return made(**{name: value for name, value in options.items() if name in names} | others)
@@ -133,9 +133,9 @@ def run_folder(given: str, *, checkpoints: bool = False) -> Path:
     """The local folder of a run; ``given`` is a folder or a URL. Prints how many of its table files are missing."""
     from draco_ray.runs.directory import RunDirectory
     from draco_ray.runs.manifest import absent_tables
-    from draco_ray.runs.remote.place import readable
+    from draco_ray.runs.remote.location import fetch_run_for_reading
 
-    folder = readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
+    folder = fetch_run_for_reading(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
     # `draco verify` reports what is wrong with a manifest.
     with suppress(DamagedRun, OSError):
         if absent := absent_tables(RunDirectory(folder)):

@@ -14,8 +14,8 @@ from draco_ray.commands.groups.options import (
     KeyVariable,
     RunArgument,
     Trust,
+    call_with_options,
     check_no_effect,
-    options_of,
     parse_phase,
     run_folder,
 )
@@ -34,7 +34,7 @@ def runs_show(
 ) -> None:
     """Print a run: its setting, a line per step, and evaluations."""
     from draco_ray.lab.runs.show import show
-    from draco_ray.runs.remote.place import checkpoint_steps
+    from draco_ray.runs.remote.location import checkpoint_steps
 
     # Checkpoints are large and stay in the store; only their number is printed.
     show(run_folder(directory), checkpoints=checkpoint_steps(directory))
@@ -106,11 +106,11 @@ def report(
         tokens: Show each sampled token with its log-probability and advantage.
         out: The file, or the folder of figures and tables (default: inside the first run).
     """
-    from draco_ray.commands.report import write
+    from draco_ray.commands.report import write_reports
 
     if tokens and (figures or tables):
         raise ConfigError("--tokens: works only for the page; leave out --figures and --tables")
-    for path in options_of(write, locals(), directories=[run_folder(each) for each in directories]):
+    for path in call_with_options(write_reports, locals(), directories=[run_folder(each) for each in directories]):
         typer.echo(path)
 
 
@@ -174,7 +174,7 @@ def replay(
         written = replay_algorithm(run_folder(directory), rules=rule or None, steps=step, out=out)
     else:
         check_no_effect(context, "with --judge, which repeats judge calls", "rule")
-        written = options_of(
+        written = call_with_options(
             replay_judge,
             locals(),
             directory=run_folder(directory, checkpoints=judge == "policy"),
@@ -242,7 +242,7 @@ def attribution_bench(
     """
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.commands.attribution_bench import attribution_labels
-    from draco_ray.lab.analysis.judges import NamedJudge, names_judge
+    from draco_ray.lab.analysis.judges import NamedJudge, configures_judge
 
     if labels is not None:
         check_no_effect(
@@ -252,7 +252,7 @@ def attribution_bench(
             typer.echo(path)
         return
     if judge is None:
-        judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
+        judge = "own" if config is not None and configures_judge(load_config(config, trust=True)) else "rules"
     named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
-    for path in options_of(run_bench, locals(), judge=named):
+    for path in call_with_options(run_bench, locals(), judge=named):
         typer.echo(path)

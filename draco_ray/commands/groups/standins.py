@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from draco_ray.commands.groups.options import SANDBOX_ROOT, STARTER_MODEL, Commands, Variety, of_variety
+from draco_ray.commands.groups.options import SANDBOX_ROOT, STARTER_MODEL, Commands, Variety, variety_folder
 from draco_ray.commands.model import app as model
 from draco_ray.temp_dirs import PrivateTempDir
 
@@ -43,7 +43,7 @@ def sandbox_build(
     from draco_ray.environments.jail import linux
     from draco_ray.environments.jail.launch import link_package
 
-    out = out or of_variety(SANDBOX_ROOT, variety)
+    out = out or variety_folder(SANDBOX_ROOT, variety)
     arguments = {"out": str(out.resolve()), "seed": seed, "variety": variety, "limit": scenarios, "force": force}
     with PrivateTempDir() as folder:
         environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
@@ -97,8 +97,8 @@ def starter_build(
 
     kind = variety or "standard"
     build_starter(
-        out or of_variety(STARTER_MODEL, kind),
-        world or of_variety(SANDBOX_ROOT, kind),
+        out or variety_folder(STARTER_MODEL, kind),
+        world or variety_folder(SANDBOX_ROOT, kind),
         seed=seed,
         variety=kind if world is None else variety,
         progress=True,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.commands.groups.options import ApiBase, Commands, KeyVariable, options_of, run_folder
+from draco_ray.commands.groups.options import ApiBase, Commands, KeyVariable, call_with_options, run_folder
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 
@@ -73,12 +73,12 @@ def judge(
         judge, out = _recorded(paths, judge), out or "replayed"
     options = locals()
     from draco_ray.commands.judge import JudgeArguments, run
-    from draco_ray.runs.remote.place import results_folder
+    from draco_ray.runs.remote.location import results_folder
     from draco_ray.terminal import console
 
     with results_folder(None if dry_run else out, console.print) as folder:
         settled = {"config": load_config(config, override or []), "typed": override or [], "out": folder}
-        wanted = options_of(JudgeArguments, options, paths=[run_folder(path) for path in paths], **settled)
+        wanted = call_with_options(JudgeArguments, options, paths=[run_folder(path) for path in paths], **settled)
         code = run(wanted)
     if code:
         raise typer.Exit(code)

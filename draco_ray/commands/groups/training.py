@@ -14,11 +14,11 @@ from draco_ray.commands.groups.options import (
     Overrides,
     Setting,
     Trust,
+    call_with_options,
     check_no_effect,
-    options_of,
     parse_phase,
 )
-from draco_ray.config.effect import TRAINING, check_effect, check_training, judge_idle
+from draco_ray.config.ineffective_keys import TRAINING, check_effective, check_training_keys, ineffective_judge_keys
 from draco_ray.config.load import load_config, preset_names, project_file
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
@@ -74,7 +74,7 @@ def train(
     else:
         assert config is not None
         loaded = load_config(config, overrides, setting, trust=trust)
-        check_training(overrides, loaded)
+        check_training_keys(overrides, loaded)
         if resume_or_start:
             done = run.resume_or_start(
                 loaded,
@@ -92,10 +92,10 @@ def train(
 
 def _say_how_sure(run: Path) -> None:
     """Print a run's gain with its intervals, if the run was evaluated before and after training."""
-    from draco_ray.lab.evaluation.setting import gain_of
+    from draco_ray.lab.evaluation.setting import describe_run_gain
     from draco_ray.runs.directory import RunDirectory
 
-    if (line := gain_of(RunDirectory.open(run))) is not None:
+    if (line := describe_run_gain(RunDirectory.open(run))) is not None:
         typer.echo(line)
 
 
@@ -138,7 +138,7 @@ def check_config(
     from draco_ray.commands.check import check
 
     loaded = load_config(config, overrides or [], setting, trust=trust)
-    check_training(overrides or [], loaded)
+    check_training_keys(overrides or [], loaded)
     check(loaded)
 
 
@@ -221,12 +221,12 @@ def sft(
         best: With a run: number of best rollouts to take per task.
         new: Start from a tiny untrained stand-in model instead of model.path.
     """
-    from draco_ray.commands.sft import READ, fine_tune, idle_keys
+    from draco_ray.commands.sft import READ, fine_tune, ineffective_sft_keys
 
     if not source.is_dir():
         check_no_effect(context, "with demonstrations; it selects rollouts of a run", "best")
     loaded = load_config(config, overrides or [])
-    check_effect("draco sft", overrides or [], READ, idle_keys(loaded, new=new))
+    check_effective("draco sft", overrides or [], READ, ineffective_sft_keys(loaded, new=new))
     fine_tune(loaded, source, out, epochs=epochs, best=best, new=new)
 
 
@@ -261,10 +261,10 @@ def rubric_author(
     idle |= {
         "algorithm.static_rubric": "here, because this command writes the rubric",
         "algorithm.rule": "when authoring a rubric",
-        **judge_idle(loaded),
+        **ineffective_judge_keys(loaded),
     }
-    check_effect("draco rubric author", overrides or [], tuple(each for each in TRAINING if each != "train"), idle)
-    author_rubric(loaded, out, options_of(AuthoringSettings, locals()))
+    check_effective("draco rubric author", overrides or [], tuple(each for each in TRAINING if each != "train"), idle)
+    author_rubric(loaded, out, call_with_options(AuthoringSettings, locals()))
 
 
 @new.command(name="environment")

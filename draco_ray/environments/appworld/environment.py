@@ -16,7 +16,7 @@ from draco_ray.environments.appworld.data_root import (
     tasks_digest,
 )
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.environments.base import Environment, World, ended_by
+from draco_ray.environments.base import Environment, World, termination_if_stopped
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 
 FAILED = "Execution failed."
@@ -33,7 +33,7 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
         ended: why the agent loop stopped.
         steps: (code, output) of the turns that emitted code, in order.
     """
-    stopped = ended_by(ended)
+    stopped = termination_if_stopped(ended)
     if stopped in (Termination.SERVER_ERROR, Termination.CRASHED):
         return stopped
     cells = list(steps)

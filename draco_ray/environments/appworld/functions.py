@@ -13,9 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
+from draco_ray.config.schema import ConfigSection, DataConfig, EnvironmentConfig
 from draco_ray.environments.appworld.environment import FAILED, AppWorldEnvironment
-from draco_ray.environments.base import World, WorldVerdict, checked_options, ended_by
+from draco_ray.environments.base import World, WorldVerdict, checked_options, termination_if_stopped
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task, Termination, Trajectory
@@ -31,7 +31,7 @@ punish it.
 Nobody may hold against it that there is such a turn."""
 
 
-class FunctionsOptions(Tree):
+class FunctionsOptions(ConfigSection):
     """``environment.options`` of ``environment.use: appworld_functions``."""
 
     apps: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ class AppWorldFunctions(AppWorldEnvironment):
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """See `Environment`."""
-        stopped = ended_by(trajectory.ended)
+        stopped = termination_if_stopped(trajectory.ended)
         if stopped in (Termination.SERVER_ERROR, Termination.CRASHED):
             return stopped
         for step in reversed(trajectory.steps):

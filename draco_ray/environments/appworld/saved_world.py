@@ -2,8 +2,8 @@
 
 AppWorld saves a database as the SQL that changed it, in ``dbs/<app>.jsonl`` with lines ``[statement, parameters,
 many]``. Its evaluator executes any statement, also ``ATTACH DATABASE``, which writes files. Here a statement may only
-insert into, update and delete from the app's own tables, which SQLite's compiler checks (`allow_changes`). Runs in the
-jail with AppWorld's Python.
+insert into, update and delete from the app's own tables, which SQLite's compiler checks (`make_statement_checker`).
+Runs in the jail with AppWorld's Python.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], tru
     if new:
         for change in new:
             _check_shape(change)
-        check = allow_changes(connection)
+        check = make_statement_checker(connection)
         for statement, (parameters, many) in {change[0]: change[1:] for change in new}.items():
             check(statement, parameters, many)
         # Stops statements that double a text many times.
@@ -154,7 +154,7 @@ _WORD = re.compile(r"\w+")
 _CHANGES = (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE, sqlite3.SQLITE_READ)
 
 
-def allow_changes(connection: sqlite3.Connection) -> Callable[[str, Any, bool], None]:
+def make_statement_checker(connection: sqlite3.Connection) -> Callable[[str, Any, bool], None]:
     """Returns a function that checks a statement by compiling it on ``connection`` without running it.
 
     While compiling, SQLite reports a statement's actions independently of its parameters. Allowed: insert into, update

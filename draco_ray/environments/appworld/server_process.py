@@ -36,7 +36,7 @@ _GONE_SECONDS = 10.0
 _CREDENTIALS = struct.Struct("3i")
 
 
-class Ended(Exception):
+class TaskProcessEnded(Exception):
     """A task's process has ended, or broke the protocol."""
 
     def __init__(self, reason: str, *, own: bool) -> None:
@@ -121,31 +121,31 @@ class ServerProcess(ForkClient):
             raise await self._ended(f"{self._what} {error}") from None
         # The answer may come from hostile code, so parsing it can fail in many ways.
         except (ValueError, RecursionError) as error:
-            raise Ended(f"the answer cannot be read: {error}", own=True) from None
+            raise TaskProcessEnded(f"the answer cannot be read: {error}", own=True) from None
         if not isinstance(answer, dict):
-            raise Ended("the answer is not a JSON object", own=True)
+            raise TaskProcessEnded("the answer is not a JSON object", own=True)
         return answer
 
-    async def _ended(self, reason: str) -> Ended:
+    async def _ended(self, reason: str) -> TaskProcessEnded:
         """How the process ended, or ``reason`` if it has not."""
         try:
             status, cpu_seconds = await self.order("end", _GONE_SECONDS, fork=False)
         except TimeoutError:
             # The server is alive but did not report the process's end in time.
-            return Ended(self.excess or reason, own=True)
+            return TaskProcessEnded(self.excess or reason, own=True)
         except OSError:
             return self._dead()
         if status is None:
-            return Ended(reason, own=True)
+            return TaskProcessEnded(reason, own=True)
         # The task's code cannot send SIGKILL. The kernel sends it when the CPU time is used up; otherwise it comes from
         # outside: from an operator, or from the kernel when the machine runs out of memory.
         killed = status == -signal.SIGKILL and cpu_seconds < self._cpu_seconds
-        return Ended(f"{self._what} died (status {status})", own=not killed)
+        return TaskProcessEnded(f"{self._what} died (status {status})", own=not killed)
 
-    def _dead(self) -> Ended:
+    def _dead(self) -> TaskProcessEnded:
         if self.excess:
-            return Ended(self.excess, own=True)
-        return Ended(f"the server died: {last_line(self._spec.directory)}", own=False)
+            return TaskProcessEnded(self.excess, own=True)
+        return TaskProcessEnded(f"the server died: {last_line(self._spec.directory)}", own=False)
 
     async def _watch(self) -> None:
         """End the task's process if it exceeds its limits, also between cells."""

@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_task
-from draco_ray.environments.appworld.engine import cut_with_mark, plain_text
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.environments.appworld.server_process import Ended, ServerProcess
+from draco_ray.environments.appworld.process_roles import escape_surrogates, truncate
+from draco_ray.environments.appworld.server_process import ServerProcess, TaskProcessEnded
 from draco_ray.environments.appworld.template_process import TemplateKey, shared_template
 from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES
 from draco_ray.environments.base import WorldVerdict
@@ -119,7 +119,7 @@ class AppWorldSlot:
         if not isinstance(output, str):
             await self._crash(task_id, answer.get("error", "the answer to a cell is not text"), own=True)
         # Cut as `BoundedText` does, in case the task's code replaced `BoundedText`.
-        return cut_with_mark(plain_text(output), self._config.max_output_bytes)
+        return truncate(escape_surrogates(output), self._config.max_output_bytes)
 
     async def evaluate(self) -> WorldVerdict:
         """AppWorld's evaluation of the open task; no more cells can be run afterwards.
@@ -209,7 +209,7 @@ class AppWorldSlot:
             raise
         except TimeoutError:
             reason, own = f"{'the cell' if cell else begin or 'the evaluation'} took longer than {seconds:g} s", cell
-        except Ended as ended:
+        except TaskProcessEnded as ended:
             reason, own = str(ended), bool(server.excess) if begin else ended.own
             if own and not (begin or cell):
                 return {"unusable": reason}

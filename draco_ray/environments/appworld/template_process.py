@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.environments.jail.confine import JailSpec
-from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
+from draco_ray.environments.jail.launch import (
+    SCRATCH_MIB,
+    IsolationLevels,
+    LevelUnavailable,
+    is_level_unavailable,
+    last_line,
+    launch,
+)
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
 from draco_ray.temp_dirs import PrivateTempDir
 
@@ -96,7 +103,7 @@ class TemplateProcess:
                 complaint = last_line(directory)
                 if status < 0 or status >= _SIGNALLED:
                     raise EnvironmentCrashed(f"the process that loads AppWorld was killed (status {status})")
-                raise LevelUnavailable(complaint) if not_offered(status, complaint) else _NotLoaded(complaint)
+                raise LevelUnavailable(complaint) if is_level_unavailable(status, complaint) else _NotLoaded(complaint)
             ready = json.loads(message)
             template.system_calls_refused = ready["system_calls_refused"]
             if not template.system_calls_refused:
@@ -149,7 +156,7 @@ def shared_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess
 
 
 def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
-    levels = Levels(key.isolation, key.python)
+    levels = IsolationLevels(key.isolation, key.python)
     failure: type[EnvironmentCrashed] = IsolationUnavailable
     for level in levels:
         with levels.trying(level):

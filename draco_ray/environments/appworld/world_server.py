@@ -14,14 +14,18 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from draco_ray.environments.appworld import engine
+from draco_ray.environments.appworld import process_roles
 from draco_ray.environments.appworld.saved_world import MAX_SAVED_BYTES
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, readable_in_place
+from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, landlock_readable
 from draco_ray.environments.jail.fork_server import Channel, ForkServer
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 
-ROLES = {"task": engine.play, "save": engine.save, "evaluate": engine.judge}
+ROLES = {
+    "task": process_roles.play,
+    "save": process_roles.send_saved_world,
+    "evaluate": process_roles.evaluate_saved_world,
+}
 MOST_PROCESSES = 64
 """Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
@@ -81,7 +85,7 @@ class WorldServer(ForkServer):
         if role == "task":
             tasks = [os.path.join(task_id, name) for name in SHOWN_OF_A_TASK]
             if self._jail.mounts:
-                show_only(task_id, os.path.join(self._jail.world, "data", "tasks"))
+                hide_other_tasks(task_id, os.path.join(self._jail.world, "data", "tasks"))
         elif role == "evaluate":
             tasks = [task_id]
             if not self._slot.evaluate:
@@ -105,14 +109,14 @@ class WorldServer(ForkServer):
             cpu_seconds=cpu_seconds,
         )
         linux.drop_privileges(self._task_uid)
-        linux.close_to_inspection()
+        linux.set_undumpable()
         linux.die_with_parent()
         refuse_system_calls(may_remove=self._scratch_is_mounted)
         if self._jail.level == "landlock":
-            linux.reach_only(readable=readable_in_place(self._jail, tasks), writable=(*self._scratch, os.devnull))
+            linux.apply_landlock(readable=landlock_readable(self._jail, tasks), writable=(*self._scratch, os.devnull))
 
 
-def show_only(task_id: str, tasks: str) -> None:
+def hide_other_tasks(task_id: str, tasks: str) -> None:
     """Enter a new mount namespace in which only this task's specs and databases are visible.
 
     After privileges are dropped, the task's ground truth and all other tasks cannot be reached.
@@ -127,11 +131,11 @@ def show_only(task_id: str, tasks: str) -> None:
         else:
             os.makedirs(os.path.dirname(target), exist_ok=True)
             open(target, "w").close()
-        linux.bind(source, target)
-        linux.seal(target)
-    linux.bind("/view", tasks)
-    linux.seal("/view", recursive=False)
-    linux.seal(tasks, recursive=False)
+        linux.bind_mount(source, target)
+        linux.restrict_mount(target)
+    linux.bind_mount("/view", tasks)
+    linux.restrict_mount("/view", recursive=False)
+    linux.restrict_mount(tasks, recursive=False)
 
 
 def _processes_of(uid: int) -> int:

@@ -22,10 +22,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 
-from draco_ray.environments.appworld.engine import prepare
+from draco_ray.environments.appworld.process_roles import preload_appworld
 from draco_ray.environments.appworld.world_server import SlotSpec, WorldServer
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, JailSpec, environment, make_world
+from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, JailSpec, jail_env_vars, make_jail_folders
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 
 _OWN_NAMESPACES = linux.NEW_PIDS | linux.NEW_MOUNTS | linux.NEW_IPC
@@ -42,7 +42,7 @@ class WorldTemplate:
 
     def run(self, *, system_calls_refused: bool) -> None:
         """Serve until the control socket is closed; reports ``system_calls_refused`` to the host."""
-        prepare(self._spec.output_bytes)
+        preload_appworld(self._spec.output_bytes)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         ready = {
             "event": "ready",
@@ -67,7 +67,7 @@ class WorldTemplate:
             os.close(stderr)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            linux.close_to_inspection()
+            linux.set_undumpable()
             control = socket.socket(fileno=control_fd)
             if self._spec.mounts:
                 enter_own_namespaces(self._spec.scratch_mib)
@@ -82,10 +82,10 @@ class WorldTemplate:
                 world, scratch, is_mounted = self._spec.world, SCRATCH_FOLDERS, True
             else:
                 linux.adopt_orphans()
-                world, home = make_world(slot.directory, self._spec.data)
+                world, home = make_jail_folders(slot.directory, self._spec.data)
                 scratch = (home, os.path.join(world, "experiments"))
                 is_mounted = mount_scratch(scratch, self._spec.scratch_mib)
-                os.environ.update(environment(world, home, os.environ["PYTHONPATH"]))
+                os.environ.update(jail_env_vars(world, home, os.environ["PYTHONPATH"]))
                 tempfile.tempdir = None
                 os.chdir(world)
                 control.send(b"forked")
@@ -153,7 +153,7 @@ def try_confinement(spec: JailSpec) -> bool:
 
 
 if __name__ == "__main__":
-    linux.close_to_inspection()
+    linux.set_undumpable()
     jail = JailSpec.from_json(sys.argv[1])
     can_refuse = try_confinement(jail)
     WorldTemplate(jail).run(system_calls_refused=can_refuse)

@@ -146,7 +146,7 @@ def main() -> int:
     spec = JailSpec.from_json(sys.argv[1])
     # The jail's user must be able to read these files, although a run's own files are private.
     os.umask(0o022)
-    linux.die_first()
+    linux.maximize_oom_score()
     _leave_caretaker(spec)
     try:
         if spec.level == "namespaces":
@@ -209,15 +209,15 @@ def _in_namespaces(spec: JailSpec) -> int:
         else:
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             Path(inside).touch()
-        linux.bind(source, inside)
-        linux.seal(inside)
+        linux.bind_mount(source, inside)
+        linux.restrict_mount(inside)
     for source, target in _system_links():
         os.symlink(source, root + target)
     os.makedirs(root + "/dev", exist_ok=True)
     for device in _DEVICES:
         Path(f"{root}/dev/{device}").touch()
-        linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
-        linux.seal(f"{root}/dev/{device}", devices=True)
+        linux.bind_mount(f"/dev/{device}", f"{root}/dev/{device}")
+        linux.restrict_mount(f"{root}/dev/{device}", devices=True)
     for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
@@ -225,7 +225,7 @@ def _in_namespaces(spec: JailSpec) -> int:
         os.symlink(SCRATCH_FOLDERS[0], root + _TMP)
     os.makedirs(root + "/view", exist_ok=True)
     linux.enter_root(root)
-    linux.seal("/", recursive=False)
+    linux.restrict_mount("/", recursive=False)
 
     # The next child is process 1 of the new process namespace: when it ends, all others in the namespace end.
     child = os.fork()
@@ -252,10 +252,10 @@ def _mount_workspace(spec: JailSpec, root: str) -> None:
     for name, target in _TEST_LINKS:
         os.symlink(target, root + name)
     linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
-    linux.bind(spec.workspace, root + WORKSPACE)
-    linux.seal(root + WORKSPACE, writable=True)
+    linux.bind_mount(spec.workspace, root + WORKSPACE)
+    linux.restrict_mount(root + WORKSPACE, writable=True)
     # A user namespace may mount /proc only while another /proc is visible.
-    linux.bind("/proc", root + "/view")
+    linux.bind_mount("/proc", root + "/view")
     for name, target in _DEVICE_LINKS:
         os.symlink(target, f"{root}/dev/{name}")
 
@@ -266,7 +266,7 @@ def _in_bubblewrap(spec: JailSpec) -> None:
         raise OSError("bwrap was not found on PATH")
     served = replace(spec, world=_WORLD, mounts=True)
     arguments = [*bubblewrap_arguments(served), sys.executable, *_template_arguments(served)]
-    os.execve(program, ["bwrap", *arguments], environment(_WORLD, SCRATCH_FOLDERS[0], _PROGRAM))
+    os.execve(program, ["bwrap", *arguments], jail_env_vars(_WORLD, SCRATCH_FOLDERS[0], _PROGRAM))
 
 
 def bubblewrap_arguments(spec: JailSpec) -> list[str]:
@@ -308,11 +308,11 @@ def _in_place(spec: JailSpec) -> None:
         os.path.dirname(spec.directory),
     ):
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
-    world, home = make_world(spec.directory, spec.data)
+    world, home = make_jail_folders(spec.directory, spec.data)
     _serve(replace(spec, world=world, task_uids=task_uids), home, spec.program)
 
 
-def make_world(directory: str, data: str) -> tuple[str, str]:
+def make_jail_folders(directory: str, data: str) -> tuple[str, str]:
     """Create AppWorld's root and a home in a private folder, if there is no mount namespace.
 
     Returns: both; tasks may write to the home and to the root's ``experiments``.
@@ -330,14 +330,14 @@ def make_world(directory: str, data: str) -> tuple[str, str]:
 
 def _serve(spec: JailSpec, home: str, program: str) -> None:
     os.chdir(spec.world)
-    os.execve(sys.executable, [sys.executable, *_template_arguments(spec)], environment(spec.world, home, program))
+    os.execve(sys.executable, [sys.executable, *_template_arguments(spec)], jail_env_vars(spec.world, home, program))
 
 
 def _template_arguments(spec: JailSpec) -> list[str]:
     return ["-P", "-s", "-m", spec.module, spec.to_json()]
 
 
-def environment(world: str, home: str, program: str) -> dict[str, str]:
+def jail_env_vars(world: str, home: str, program: str) -> dict[str, str]:
     """The complete environment of processes in the jail."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -372,7 +372,7 @@ def spare_uids(uid_map: str) -> tuple[int, int] | None:
     return None
 
 
-def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
+def landlock_readable(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
     """Readable paths at the level landlock: the same as the other levels show by mounts.
 
     Args:

@@ -24,7 +24,7 @@ class LevelUnavailable(Exception):
     """An isolation level is not available on the host."""
 
 
-class Levels:
+class IsolationLevels:
     """The isolation levels to try, strongest first, and why each was refused."""
 
     def __init__(self, isolation: str, python: str = sys.executable) -> None:
@@ -75,7 +75,7 @@ def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[byt
         )
 
 
-def not_offered(status: int | None, complaint: str) -> bool:
+def is_level_unavailable(status: int | None, complaint: str) -> bool:
     """Whether a program ended because the host does not offer its isolation level."""
     return status == UNAVAILABLE or complaint.startswith("bwrap: ")
 

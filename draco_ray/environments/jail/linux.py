@@ -116,13 +116,13 @@ def start_loopback() -> None:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
 
 
-def bind(source: str, target: str) -> None:
+def bind_mount(source: str, target: str) -> None:
     """Bind-mount ``source``, a file or a folder with its mounts, at ``target``."""
     flags = ctypes.c_ulong(_MS_BIND | _MS_REC)
     _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None), f"bind {source} to {target}")
 
 
-def seal(target: str, *, devices: bool = False, writable: bool = False, recursive: bool = True) -> None:
+def restrict_mount(target: str, *, devices: bool = False, writable: bool = False, recursive: bool = True) -> None:
     """Make a mount read-only, unless ``writable``, without set-uid programs and, unless ``devices``, device files."""
     flags = (0 if writable else _ATTR_RDONLY) | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
     attributes = _MountAttributes(attr_set=flags)
@@ -206,7 +206,7 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
-def close_to_inspection() -> None:
+def set_undumpable() -> None:
     """Prevent other processes of the same user from reading or tracing this one."""
     _check(_prctl(_PR_SET_DUMPABLE, 0), "PR_SET_DUMPABLE")
 
@@ -273,7 +273,7 @@ def limit(
     resource.setrlimit(resource.RLIMIT_CPU, (min(cpu_seconds, hard), hard))
 
 
-def die_first() -> None:
+def maximize_oom_score() -> None:
     """Have the kernel kill this process and its descendants first when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
@@ -293,7 +293,7 @@ def require_landlock() -> None:
         )
 
 
-def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
+def apply_landlock(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
     """Restrict this process by Landlock: no other files, no TCP port, and on newer kernels no signals to outside.
 
     Permanent. Set no-new-privileges first (`drop_privileges`).

@@ -74,7 +74,7 @@ def main() -> NoReturn:
         uids = JailSpec.from_json(sys.argv[1]).task_uids
         linux.drop_privileges(random.SystemRandom().randint(*uids) if uids else None)
         linux.die_with_parent()
-    linux.close_to_inspection()
+    linux.set_undumpable()
     listening = socket.create_server(("127.0.0.1", launch.port), backlog=128) if launch.port else None
     if child := os.fork():
         asyncio.run(_watch(child, launch, listening, lifeline))

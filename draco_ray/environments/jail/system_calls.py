@@ -175,7 +175,7 @@ class _Program(ctypes.Structure):
     _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
 
 
-def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction] | None:
+def build_seccomp_filter(machine: str, *, may_remove: bool = True) -> list[Instruction] | None:
     """The filter as bytecode; None: the system call numbers of ``machine`` are not known.
 
     Args:
@@ -235,10 +235,10 @@ def refuse_system_calls(*, may_remove: bool = True) -> bool:
     """Apply the filter permanently to this thread and what it starts. Set no-new-privileges first.
 
     Args:
-        may_remove: see `filter_program`.
+        may_remove: see `build_seccomp_filter`.
     Returns: False if the machine or the kernel does not support it; then nothing is changed.
     """
-    program = filter_program(os.uname().machine, may_remove=may_remove)
+    program = build_seccomp_filter(os.uname().machine, may_remove=may_remove)
     if program is None:
         return False
     encoded = b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

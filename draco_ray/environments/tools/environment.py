@@ -16,7 +16,7 @@ from typing import Any
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.environments.tools.functions import LONGEST_ERROR
-from draco_ray.environments.tools.mcp_servers import McpSession, merged
+from draco_ray.environments.tools.mcp_servers import McpSession, merge_tool_schemas
 from draco_ray.environments.tools.options import ToolsOptions, read_options
 from draco_ray.environments.tools.process import HARD_STOP, CommandProcess, FunctionProcess
 from draco_ray.environments.tools.rows import Rows, read_rows
@@ -31,7 +31,7 @@ MAX_DEPTH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
+class OfferedTools:
     """The tools of an environment."""
 
     tools: str
@@ -177,7 +177,7 @@ class ToolsEnvironment(Environment):
         return read_rows(self._options.tasks or str(self.data.root / "tasks.jsonl"))
 
     @functools.cached_property
-    def _offer(self) -> Offer:
+    def _offer(self) -> OfferedTools:
         try:
             offer = _offers(self._options, self.config, self._secrets)
         except EnvironmentCrashed as error:
@@ -399,10 +399,10 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-_known: dict[str, Offer] = {}
+_known: dict[str, OfferedTools] = {}
 
 
-def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
+def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> OfferedTools:
     """The offered tools; starts the files and servers once to ask them. Raises: as `FunctionProcess.start`."""
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
@@ -413,16 +413,18 @@ def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[s
     return _known[key]
 
 
-async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
+async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> OfferedTools:
     process = await FunctionProcess.start(options, config, secrets)
     mcp_processes: dict[str, CommandProcess] = {}
     sessions = _sessions(options, config, secrets, mcp_processes)
     try:
         schemas = await _started(sessions)
-        tools = merged(process.tools, {each.name: found for each, found in zip(sessions, schemas, strict=True)})
+        tools = merge_tool_schemas(
+            process.tools, {each.name: found for each, found in zip(sessions, schemas, strict=True)}
+        )
         if not tools:
             raise ConfigError("environment.options: the files in tools and the servers in mcp have no tool")
-        return Offer(tools=json.dumps(tools), evaluates="evaluate" in process.hooks)
+        return OfferedTools(tools=json.dumps(tools), evaluates="evaluate" in process.hooks)
     finally:
         await asyncio.gather(*(session.stop() for session in sessions))
         await asyncio.gather(*(each.kill() for each in (process, *mcp_processes.values())))

@@ -154,7 +154,7 @@ def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | 
     return state, problem
 
 
-def with_json(value: Any) -> Any:
+def json_or_repr(value: Any) -> Any:
     """``value`` if it is JSON-serializable; else its repr, for the error message."""
     try:
         json.dumps(value)

@@ -15,7 +15,7 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.tools.options import ToolsOptions
 from draco_ray.environments.tools.process import CommandProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed
-from draco_ray.extras import need
+from draco_ray.extras import require_package
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class McpSession:
         Returns: the schemas of the offered tools in OpenAI's format.
         Raises: EnvironmentCrashed: it does not start, or lacks a tool that should be offered.
         """
-        need("mcp")
+        require_package("mcp")
         _read_half_characters()
         # The client logs a traceback for every line a server prints outside the protocol.
         for client in ("stdio", "streamable_http"):
@@ -322,7 +322,9 @@ def _reason(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
-def merged(functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def merge_tool_schemas(
+    functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     """The schemas of functions and servers. Raises: ConfigError: two tools have the same name."""
     owner = {each["function"]["name"]: "environment.options.tools" for each in functions}
     together = list(functions)

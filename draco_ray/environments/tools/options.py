@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from draco_ray.config.schema import Tree
+from draco_ray.config.schema import ConfigSection
 from draco_ray.environments.base import checked_options
 from draco_ray.errors import ConfigError
 
 
-class McpServerOptions(Tree):
+class McpServerOptions(ConfigSection):
     """An MCP server: a command that uses standard input and output, or the URL of a running server."""
 
     command: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class McpServerOptions(Tree):
         return self
 
 
-class ToolsOptions(Tree):
+class ToolsOptions(ConfigSection):
     """Options of the environment. In a configuration file, a path that begins with ``./`` is relative to the file."""
 
     tasks: str = ""

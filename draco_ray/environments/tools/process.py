@@ -21,7 +21,14 @@ from typing import Any, Self
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.fork_client import ForkClient
-from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
+from draco_ray.environments.jail.launch import (
+    SCRATCH_MIB,
+    IsolationLevels,
+    LevelUnavailable,
+    is_level_unavailable,
+    last_line,
+    launch,
+)
 from draco_ray.environments.tools.functions import MAX_STATE_BYTES
 from draco_ray.environments.tools.options import McpServerOptions, ToolsOptions
 from draco_ray.environments.tools.server import Setup
@@ -89,7 +96,7 @@ class ToolProcess(ForkClient):
             command=[*command],
         )
         seen = (*setup.files, *map(os.path.abspath, shown))
-        levels = Levels(config.isolation)
+        levels = IsolationLevels(config.isolation)
         for level in levels:
             with levels.trying(level):
                 started = await cls._start_at(level, setup, config, seen, network)
@@ -130,7 +137,7 @@ class ToolProcess(ForkClient):
             complaint = last_line(directory)
             await started.kill()
             status = started._process.returncode
-            if not_offered(status, complaint):
+            if is_level_unavailable(status, complaint):
                 raise LevelUnavailable(complaint) from None
             raise EnvironmentCrashed(f"the tools' server did not start (status {status}): {complaint}") from None
         except BaseException:

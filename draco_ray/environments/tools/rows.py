@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draco_ray.config.file_names import file_name
+from draco_ray.config.file_names import validate_file_name
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task
-from draco_ray.registry import find
+from draco_ray.registry import find_component
 
 TRAIN = "train"
 """Split of a row that names none."""
@@ -120,7 +120,7 @@ def read_rows(source: str) -> Rows:
 def check_id(task_id: str, where: str) -> None:
     """Check that files can be named after a task. Raises: ConfigError that names the place."""
     try:
-        file_name(task_id)
+        validate_file_name(task_id)
         if len(task_id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
             raise ValueError(f"expected at most {LONGEST_ID} bytes")
     except ValueError as error:
@@ -178,7 +178,7 @@ def _folders(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
 
 
 def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    function = find("environment.options.tasks", source, {})
+    function = find_component("environment.options.tasks", source, {})
     try:
         rows = list(function())
     except (Exception, SystemExit) as error:

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, readable_in_place
+from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, landlock_readable
 from draco_ray.environments.jail.fork_server import LONGEST_ORDER, Channel, ForkServer
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.environments.tools import functions
@@ -135,7 +135,7 @@ class ToolServer(ForkServer):
         value, problem = functions.run_hook(found, do, seconds, *given)
         if problem is not None:
             return {"failed": problem}
-        return {"evaluated": functions.with_json(value)} if do == "evaluate" else {}
+        return {"evaluated": functions.json_or_repr(value)} if do == "evaluate" else {}
 
     def _confine(self) -> None:
         """Drop all privileges but access to the visible files."""
@@ -150,13 +150,13 @@ class ToolServer(ForkServer):
             cpu_seconds=setup.cpu_seconds,
         )
         linux.drop_privileges(self._uid)
-        linux.close_to_inspection()
+        linux.set_undumpable()
         linux.die_with_parent()
         if not setup.programs:
             refuse_system_calls()
         if jail.level == "landlock":
-            readable = readable_in_place(jail, [])
-            linux.reach_only(readable=readable, writable=(home, os.devnull), network=jail.network)
+            readable = landlock_readable(jail, [])
+            linux.apply_landlock(readable=readable, writable=(home, os.devnull), network=jail.network)
 
     def clear(self) -> None:
         """Empty the scratch folders."""
@@ -186,7 +186,7 @@ def _is_script(command: list[str]) -> bool:
 
 def main() -> None:
     """Run the server described by the first argument."""
-    linux.close_to_inspection()
+    linux.set_undumpable()
     linux.adopt_orphans()
     jail = JailSpec.from_json(sys.argv[1])
     control = socket.socket(fileno=jail.control_fd)

@@ -15,9 +15,9 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed, Server
 from draco_ray.judging.local.server import VllmJudgeServer
 from draco_ray.judging.local.servers import JudgeServers
-from draco_ray.judging.phases import urgency
+from draco_ray.judging.phases import phase_rank
 from draco_ray.observability.logs import start_run_log
-from draco_ray.placement import beside_the_driver
+from draco_ray.placement import driver_node_affinity
 
 
 class JudgeServerActor:
@@ -72,7 +72,7 @@ class ServersClient(NamedActor):
     @asynccontextmanager
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
         """See `Servers.borrow`."""
-        waiting = self.acquire(request.group, urgency(request.phase))
+        waiting = self.acquire(request.group, phase_rank(request.phase))
         borrowed: Borrowed = await self.borrowed(waiting, lambda unused: self.release(unused.number))
         try:
             yield borrowed
@@ -89,7 +89,7 @@ def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[
         return None
     name = f"JudgeServers@{run_name}"
     actor: Any = ray.remote(JudgeServersActor)
-    options = {"name": name, "scheduling_strategy": beside_the_driver(), **OPTIONS}
+    options = {"name": name, "scheduling_strategy": driver_node_affinity(), **OPTIONS}
     handle = actor.options(**options).remote(config, run / "logs", run_name)
     # The servers load while the rest of the run starts.
     handle.open.remote()

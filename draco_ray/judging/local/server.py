@@ -51,7 +51,7 @@ def engine_of(local: LocalJudgeConfig) -> EngineConfig:
     )
 
 
-def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
+def serve_command(config: JudgeConfig, host: str, port: int) -> list[str]:
     """The command line of the server; it holds no key."""
     local, model = config.local, served_model(config.model)
     context = local.context_tokens or (model_positions(model) if is_local(model) else None)
@@ -62,7 +62,7 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     # No optional whitespace in replies that follow a schema.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]
-    words += openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT)
+    words += openai_server.hardware_arguments(engine_of(local), context or CPU_CONTEXT)
     return [*words, *reasoning_words(model, local.arguments), *local.arguments]
 
 
@@ -150,8 +150,8 @@ class VllmJudgeServer:
         self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
         model = served_model(self._config.model)
         withheld = (self._config.key_variable,)
-        environment = openai_server.server_environment(engine_of(self._config.local), model, self._key, withheld)
-        words = serve_words(self._config, self._host, port)
+        environment = openai_server.server_env_vars(engine_of(self._config.local), model, self._key, withheld)
+        words = serve_command(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
         self._began, self._progress_at, self._tokens = self._clock(), None, None
         return f"loads {model}{why}"

@@ -29,7 +29,7 @@ SILENT_SECONDS = 20.0
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ServerReplica:
     """An actor with a `draco_ray.judging.local.server.VllmJudgeServer`, and what is known of it."""
 
     handle: Any
@@ -41,7 +41,7 @@ class Place:
     """Its last known address; None until it serves."""
 
 
-class JudgeServers(MonitoredWorkers[Place]):
+class JudgeServers(MonitoredWorkers[ServerReplica]):
     """An autoscaled pool of servers."""
 
     def __init__(
@@ -61,8 +61,8 @@ class JudgeServers(MonitoredWorkers[Place]):
             clock: monotonic time in seconds; replaced by tests.
         """
         self._config, self._clock, self._lease_seconds = config, clock, lease_seconds
-        workers: ElasticWorkers[Place] = ElasticWorkers(
-            lambda number: Place(start(number), clock()),
+        workers: ElasticWorkers[ServerReplica] = ElasticWorkers(
+            lambda number: ServerReplica(start(number), clock()),
             slots=config.calls_per_replica,
             min_workers=config.replicas,
             max_workers=config.max_replicas,
@@ -78,7 +78,7 @@ class JudgeServers(MonitoredWorkers[Place]):
             kind="judge server",
         )
         self._ending: list[Any] = []
-        self._leases: dict[int, tuple[PooledWorker[Place], float]] = {}
+        self._leases: dict[int, tuple[PooledWorker[ServerReplica], float]] = {}
         self._numbers = itertools.count()
         self._none_since = clock()
 
@@ -150,13 +150,13 @@ class JudgeServers(MonitoredWorkers[Place]):
         with contextlib.suppress(RayError, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*self._ending, return_exceptions=True), STOP_SECONDS)
 
-    def _end_server(self, place: Place) -> None:
+    def _end_server(self, place: ServerReplica) -> None:
         # End the server first, then the actor.
         self._ending.append(place.handle.end.remote())
         # No retries: Ray would report a failed retry, since the actor is gone.
         place.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
-    async def _look(self, place: Place) -> None:
+    async def _look(self, place: ServerReplica) -> None:
         """The health check (`MonitoredWorkers`)."""
         try:
             found: Server | str = await place.handle.look.remote()

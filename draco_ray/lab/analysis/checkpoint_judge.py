@@ -15,7 +15,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer
-from draco_ray.judging.judge_context import context_tokens
+from draco_ray.judging.judge_context import self_judge_context_length
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
 from draco_ray.runs.checkpoints import check_adapter
@@ -96,7 +96,7 @@ async def open_checkpoints(
     engine = VllmEngine(
         config.engine,
         config.model,
-        max_model_len=min(context_tokens(config), positions),
+        max_model_len=min(self_judge_context_length(config), positions),
         lora_rank=max([config.learner.lora_rank, *(lora_rank(run.checkpoint(each.version)) for each in kept)]),
         seed=config.seed,
         name="replay",

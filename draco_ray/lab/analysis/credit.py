@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 
 from draco_ray.algorithm.equations import quality_spread
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
-from draco_ray.lab.rows import grouped, mean, table_of
+from draco_ray.lab.rows import collect_table, grouped, mean
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 """Absolute advantages below this count as 0; real ones are of the order of 1."""
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step rollouts inert",
     "float64: inert_share quality_spread quality_spread_active",
@@ -55,7 +55,7 @@ def credit_by_step(run: RunDirectory) -> Iterator[Row]:
         }
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: window first_step last_step steps",
     "float64: inert_share quality_spread quality_spread_active",
@@ -88,7 +88,7 @@ def inert_windows(by_step: pa.Table) -> Iterator[Row]:
             first = last + 1
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step steps uncited",
     "float64: citations_mean citations_median ten_or_more_share",

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator, Sequence
 
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.lab.evaluation.policies import step_of
-from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
-from draco_ray.lab.rows import table_of
+from draco_ray.lab.evaluation.policies import parse_checkpoint_step
+from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_or_none
+from draco_ray.lab.rows import collect_table
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
@@ -18,7 +18,7 @@ TRAINING = "training"
 """Name of the evaluations made during training (train.evaluate_before_after)."""
 
 
-@table_of(
+@collect_table(
     "string: run evaluation split",
     "int64: training_step tasks runs lost",
     "float64: tgc sgc dollars_per_pass tokens_per_pass",
@@ -37,11 +37,15 @@ def evaluations(run: RunDirectory) -> Iterator[Row]:
         for name in plan.measurements:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
-            about = {"evaluation": directory.path.name, "split": plan.split, "training_step": step_of(name)}
+            about = {
+                "evaluation": directory.path.name,
+                "split": plan.split,
+                "training_step": parse_checkpoint_step(name),
+            }
             rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
             # If a conversation has several roles, its cost is the sum over all of them.
             costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
-            dollars = sum_known(each.dollars for each in costs)
+            dollars = sum_or_none(each.dollars for each in costs)
             tokens = sum(each.input_tokens + each.output_tokens for each in costs)
             rates["dollars_per_pass"] = None if dollars is None else dollars / rates["runs"]
             yield about | rates | {"tokens_per_pass": tokens / rates["runs"]}

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.judging.phases import Score
-from draco_ray.lab.rows import grouped, table_of
+from draco_ray.lab.rows import collect_table, grouped
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -23,7 +23,7 @@ _CALL = ("training_step", "task_id", "rollout", "phase")
 """Columns that identify a call; its retries have the same values."""
 
 
-@table_of(
+@collect_table(
     "string: run judge",
     "int64: groups rollouts",
     "float64: advantage_correlation sign_flips best_kept signal_lost dollars own_dollars",

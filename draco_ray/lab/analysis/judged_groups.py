@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.algorithm.group import Uncalled
+from draco_ray.algorithm.group import CreditSkipReason
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Attribution, BoolArray, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory, damaged
@@ -30,9 +30,9 @@ class RecordedGroup:
     """Criteria that dropout kept."""
     verdict_GK: IntArray
     """Scoring verdicts, +1, -1 or 0."""
-    attributions: tuple[tuple[Attribution, ...] | Uncalled | None, ...]
-    """Citations of each rollout's credit call: None if the call failed, `Uncalled` if this rollout needed no call,
-    empty if the group had no calls or nothing was cited."""
+    attributions: tuple[tuple[Attribution, ...] | CreditSkipReason | None, ...]
+    """Citations of each rollout's credit call: None if the call failed, `CreditSkipReason` if this rollout needed no
+    call, empty if the group had no calls or nothing was cited."""
     tokens_GM: tuple[IntArray, ...]
     """n_j, the number of tokens of each step."""
     reward_G: FloatArray
@@ -109,12 +109,12 @@ def _group(step: int, task_id: str, rows: Mapping[str, Sequence[Row]]) -> Record
     )
 
 
-def _attributions(member: Row, citations: Sequence[Row]) -> tuple[Attribution, ...] | Uncalled | None:
+def _attributions(member: Row, citations: Sequence[Row]) -> tuple[Attribution, ...] | CreditSkipReason | None:
     if member["fallback"] == CreditFallback.CREDIT_CALL_FAILED:
         return None
     if not citations:
         # With algorithm.skip_inert_credit_calls, rollouts with unanimous verdicts get credit without a call.
-        return Uncalled.UNANIMOUS if True in (member["cited"] or ()) else ()
+        return CreditSkipReason.UNANIMOUS if True in (member["cited"] or ()) else ()
     return tuple(
         Attribution(
             criterion=criterion,

@@ -11,8 +11,8 @@ from pathlib import Path
 from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.endpoint import introduced
-from draco_ray.registry import find
+from draco_ray.judging.endpoint import describe_judge
+from draco_ray.registry import find_component
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 
@@ -24,7 +24,7 @@ POLICY = "policy"
 """Name of a run's own policy on the command line: the previous step's checkpoint judges each step."""
 
 
-class RuleComplete:
+class RuleCompleter:
     """The rule judge without its server: a `draco_ray.judging.completion.Completer`."""
 
     def __init__(self, rules: Callable[[str], tuple[str | None, str]] = answer) -> None:
@@ -43,18 +43,18 @@ class RuleComplete:
         """Do nothing: it always answers."""
 
 
-def configured_rules(config: JudgeConfig, seed: int) -> RuleComplete:
+def configured_rules(config: JudgeConfig, seed: int) -> RuleCompleter:
     """The rule judge of a configuration, with the rules and the noise configured there.
 
     Raises:
         ConfigError: ``judge.rule_judge.use`` names nothing.
     """
     noise = config.rule_judge.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
-    answers = find("judge.rule_judge.use", config.rule_judge.use, ANSWERS)
-    return RuleComplete(Noise(**noise, seed=seed).blur(answers))
+    answers = find_component("judge.rule_judge.use", config.rule_judge.use, ANSWERS)
+    return RuleCompleter(Noise(**noise, seed=seed).blur(answers))
 
 
-def names_judge(config: DracoConfig) -> bool:
+def configures_judge(config: DracoConfig) -> bool:
     """Whether a configuration names a judge."""
     judge = config.judge
     return "model" in judge.model_fields_set or judge.rule_judge.start or judge.self_judge.enabled
@@ -122,9 +122,9 @@ def _check_own(config: JudgeConfig, judge: NamedJudge) -> None:
         )
 
 
-def asked(named: str, config: JudgeConfig) -> str:
+def judge_description(named: str, config: JudgeConfig) -> str:
     """Description of the judge and its endpoint, printed before the first request."""
-    return named if named == POLICY or config.model == RULES else introduced(config)
+    return named if named == POLICY or config.model == RULES else describe_judge(config)
 
 
 def folder_name(judge: str) -> str:
@@ -136,7 +136,7 @@ def folder_name(judge: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", judge).strip(".") or "judge"
 
 
-def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
+def open_completer(config: JudgeConfig, seed: int = 0) -> Completer:
     """A completer: the rule judge if the model is `RULES`, otherwise LiteLLM with the durable cache of ``config``.
 
     ``seed``: the run's seed, for the noise of its rule judge.

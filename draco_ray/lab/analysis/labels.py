@@ -34,7 +34,7 @@ class Citations:
     """Mean Jaccard index of cited steps and right steps, over citations marked right or corrected."""
 
 
-def against_people(labels: Sequence[Label]) -> pa.Table:
+def human_agreement(labels: Sequence[Label]) -> pa.Table:
     """The judge's recorded verdicts against people's: `agreement_table` over all labels, then per training step.
 
     A verdict that two people labelled counts twice. Intervals are over groups.
@@ -43,7 +43,7 @@ def against_people(labels: Sequence[Label]) -> pa.Table:
     return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
 
 
-def between_people(labels: Sequence[Label]) -> pa.Table:
+def inter_annotator_agreement(labels: Sequence[Label]) -> pa.Table:
     """`agreement_table` of every pair of people over verdicts that both labelled; column ``phase`` names the pair."""
     said: dict[str, dict[tuple[object, ...], Label]] = defaultdict(dict)
     for label in _of_verdicts(labels):

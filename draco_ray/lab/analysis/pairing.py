@@ -93,7 +93,7 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
     return tuple(sorted((entry.first, entry.second) for entry in entries))
 
 
-def third_model(complete: Completer, config: JudgeConfig) -> Judge:
+def make_pairing_judge(complete: Completer, config: JudgeConfig) -> Judge:
     """The judge that pairs criteria and scores merged sets.
 
     Raises:

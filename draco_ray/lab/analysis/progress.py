@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.evaluation.measures import rate
-from draco_ray.lab.rows import table_of
+from draco_ray.lab.evaluation.measures import pass_k_measure
+from draco_ray.lab.rows import collect_table
 from draco_ray.lab.runs.cost import phase_costs, read_calls
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
@@ -22,7 +22,7 @@ from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import seconds_together
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: ended",
@@ -57,7 +57,7 @@ def terminations(run: RunDirectory) -> Iterator[Row]:
             }
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: phase",
@@ -71,7 +71,7 @@ def judge_cost(run: RunDirectory) -> Iterator[Row]:
             yield {"training_step": step, "phase": phase, **cost}
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: split",
@@ -85,7 +85,7 @@ def success(run: RunDirectory) -> Iterator[Row]:
     """
     for (step, split), evaluations in read_evaluations(run).items():
         runs = max(Counter(each.task_id for each in evaluations).values())
-        interval = rate([[evaluations]], runs, scenarios=True).interval()
+        interval = pass_k_measure([[evaluations]], runs, scenarios=True).interval()
         yield {
             "training_step": step,
             "split": split,
@@ -98,7 +98,7 @@ def success(run: RunDirectory) -> Iterator[Row]:
         }
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: split",
@@ -138,7 +138,7 @@ STAGES = (
 """Stages of `stage_seconds`, in order; some combinations of stages that overlap are stages of their own."""
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: stage",

@@ -30,7 +30,7 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.rows import columns, grouped, mean, table_of
+from draco_ray.lab.rows import collect_table, grouped, mean, table_schema
 from draco_ray.records import Criterion, IntArray, Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
@@ -45,7 +45,7 @@ PHASES = (Score.name, Credit.name)
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
 """Measures of `agreement` that come with an interval."""
 
-REPLAYED = columns(
+REPLAYED = table_schema(
     "string: run judge",
     "int64: training_step",
     "string: task_id",
@@ -167,7 +167,7 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
     return pa.Table.from_pylist(rows, schema=REPLAYED)
 
 
-@table_of(
+@collect_table(
     "string: run judge phase",
     "int64: training_step",
     f"int64: {' '.join(COUNTS)}",

@@ -15,7 +15,7 @@ import pyarrow as pa
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, rates, rubric_kind
-from draco_ray.lab.rows import columns, grouped, table_of
+from draco_ray.lab.rows import collect_table, grouped, table_schema
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.rows import Row, step_trajectories
@@ -23,7 +23,7 @@ from draco_ray.runs.rows import Row, step_trajectories
 REPLAYS = "replay"
 """Folder in a run to which `draco replay` writes its tables, with one subfolder per judge."""
 TABLE = "rescored"
-RESCORED = columns(
+RESCORED = table_schema(
     "string: run judge",
     "int64: training_step",
     "string: task_id",
@@ -82,7 +82,7 @@ def rescored(run: RunDirectory) -> pa.Table:
     return pa.concat_tables([RESCORED.empty_table(), *(read_parquet(file, RESCORED) for file in files)])
 
 
-@table_of("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
+@collect_table("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
 def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[Row]:
     """Pass, fail and N/A rates by rubric: the run's own (dynamic or static), and the static one used for rescoring.
 

@@ -34,7 +34,7 @@ from draco_ray.judging.reply import parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing
 from draco_ray.lab.analysis.replay import ask_once, first_prompt, phase_calls
-from draco_ray.lab.rows import columns, group_by, grouped, table_of
+from draco_ray.lab.rows import collect_table, group_by, grouped, table_schema
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
@@ -50,7 +50,7 @@ _PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
 """Measure -> the column with the criteria in its denominator."""
 _SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
-COMPARISONS = columns(
+COMPARISONS = table_schema(
     "string: run judge phase",
     "int64: training_step",
     "string: task_id",
@@ -164,7 +164,7 @@ async def compare_writing(
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
-@table_of(
+@collect_table(
     "string: run judge phase",
     "int64: training_step comparisons",
     f"float64: unanswered unpaired recall precision reference_criteria criteria {_SHARES}",

@@ -12,7 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draco_ray.lab.rows import grouped, table_of
+from draco_ray.lab.rows import collect_table, grouped
 from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -53,7 +53,7 @@ def title_key(title: str) -> str:
     return " ".join(title.casefold().split())
 
 
-@table_of("string: run", "int64: training_step", *TALLY_COLUMNS)
+@collect_table("string: run", "int64: training_step", *TALLY_COLUMNS)
 def pass_rates(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: all scoring verdicts of the step, including those on dropped criteria."""
     verdicts = run.table("verdicts", columns=["training_step", "verdict"]).to_pylist()
@@ -61,7 +61,7 @@ def pass_rates(run: RunDirectory) -> Iterator[Row]:
         yield {"training_step": step, **rates(Counter(row["verdict"] for row in mine))}
 
 
-@table_of("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
+@collect_table("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
 def criterion_pass_rates(run: RunDirectory) -> Iterator[Row]:
     """One row per (training step, criterion title): its scoring verdicts in that step."""
     tallies: dict[tuple[int, str], Tally] = defaultdict(Counter)
@@ -74,7 +74,7 @@ def criterion_pass_rates(run: RunDirectory) -> Iterator[Row]:
         yield {"training_step": step, "title": titles[key], **rates(tally)}
 
 
-def left_out(run: RunDirectory) -> set[tuple[int, str]]:
+def criteria_dropped_by_union(run: RunDirectory) -> set[tuple[int, str]]:
     """(training step, `title_key`) of criteria that were proposed in a step but are in none of its rubrics.
 
     The union drops criteria that no rollout of a group fails, so a solved criterion gets no verdicts any more.
@@ -89,7 +89,7 @@ def left_out(run: RunDirectory) -> set[tuple[int, str]]:
     return proposed - kept
 
 
-@table_of("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
+@collect_table("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
 def criteria_census(run: RunDirectory) -> Iterator[Row]:
     """One row per criterion of the run, most judged first.
 
@@ -115,7 +115,7 @@ def criteria_census(run: RunDirectory) -> Iterator[Row]:
         }
 
 
-@table_of("string: run rubric scope", "int64: criteria", "float64: criteria_share judgment_share", *TALLY_COLUMNS)
+@collect_table("string: run rubric scope", "int64: criteria", "float64: criteria_share judgment_share", *TALLY_COLUMNS)
 def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> Iterator[Row]:
     """Share of task-specific and of general criteria, and how often each kind fails or does not apply.
 

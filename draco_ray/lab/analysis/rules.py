@@ -17,14 +17,14 @@ from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.lab.analysis.credit import push_shares, signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
-from draco_ray.lab.rows import mean, table_of
+from draco_ray.lab.rows import collect_table, mean
 from draco_ray.records import CreditFallback, GroupAdvantages
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 from draco_ray.traces.judging import ALONE_RULE
 
 
-def replayed(
+def apply_rule(
     group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON, reliability: float | None = None
 ) -> GroupAdvantages:
     """R, A and a_j of a recorded group under a rule, computed by the training code.
@@ -48,7 +48,7 @@ def replayed(
     )
 
 
-@table_of(
+@collect_table(
     "string: run",
     "int64: training_step",
     "string: rule",
@@ -92,7 +92,7 @@ def moved_push(before_M: ArrayLike, after_M: ArrayLike, tokens_M: ArrayLike) -> 
 
 
 def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, reliability: float | None) -> Row:
-    results = [replayed(group, rule, std_epsilon=std_epsilon, reliability=reliability) for group in groups]
+    results = [apply_rule(group, rule, std_epsilon=std_epsilon, reliability=reliability) for group in groups]
     shares = [share for result in results for share in result.rollouts]
     reward = np.concatenate([group.reward_G for group in groups])
     advantage = np.concatenate([group.advantage_G for group in groups])

@@ -15,7 +15,7 @@ from draco_ray.lab.analysis.progress import judge_cost, judged, stage_seconds, s
 from draco_ray.lab.analysis.rescoring import rubric_rates
 from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
 from draco_ray.lab.analysis.rules import replay_rules
-from draco_ray.lab.files import csv_text
+from draco_ray.lab.files import escape_csv_formula
 from draco_ray.runs.directory import RunDirectory
 
 TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
@@ -66,7 +66,7 @@ def write_table(table: pa.Table, folder: Path, name: str) -> list[Path]:
         if pa.types.is_list(field.type):
             cells = [" ".join(map(str, entry or ())) for entry in cells]
         if pa.types.is_string(getattr(field.type, "value_type", field.type)):
-            cells = [None if text is None else csv_text(text) for text in cells]
+            cells = [None if text is None else escape_csv_formula(text) for text in cells]
         if pa.types.is_list(field.type) or pa.types.is_string(field.type):
             table = table.set_column(index, field.name, pa.array(cells, pa.string()))
     pyarrow.csv.write_csv(table, csv)

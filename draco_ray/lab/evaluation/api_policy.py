@@ -19,7 +19,7 @@ from draco_ray.judging.actors import LimiterActor, LimiterClient, start_limiter
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.limiter import Leases, RequestResult
 from draco_ray.judging.outage import NextAction
-from draco_ray.lab.files import write_whole
+from draco_ray.lab.files import write_atomically
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
@@ -151,7 +151,7 @@ class EvaluationLimiterActor(LimiterActor):
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
         """See `LimiterActor.settle`."""
         verdict = await super().settle(number, ended)
-        write_whole(self._book, json.dumps({"dollars": self.limiter.spent}))
+        write_atomically(self._book, json.dumps({"dollars": self.limiter.spent}))
         return verdict
 
 

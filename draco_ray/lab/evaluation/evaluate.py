@@ -26,13 +26,13 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, JudgeUnavailable
-from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
+from draco_ray.judging.endpoint import describe_judge
+from draco_ray.judging.pricing import check_budget, find_price, known_price, reply_cost
 from draco_ray.judging.tokens import model_limit
 from draco_ray.lab.evaluation.api_policy import ApiPolicies, start_evaluation_limiter
 from draco_ray.lab.evaluation.appworld import AppWorldOutputs
-from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
+from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, load_adapter, lora_rank, outcome_settings
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
@@ -41,8 +41,15 @@ from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import release_start_lock
-from draco_ray.training.session import checked_model, plain_error, ray_session, say_cut_prompts, started, task_prompts
-from draco_ray.training.watchdog import Pending, unless_lost
+from draco_ray.training.session import (
+    await_startup,
+    checked_model,
+    ray_session,
+    say_cut_prompts,
+    task_prompts,
+    unwrap_ray_error,
+)
+from draco_ray.training.watchdog import PendingOperations, cancel_on_loss
 from draco_ray.workers.elastic import fixed_workers
 from draco_ray.workers.tasks import gather_or_cancel
 
@@ -110,7 +117,7 @@ def plan_policy(
     split: str,
     runs: int,
     label: str | None = None,
-) -> tuple[DracoConfig, Environment, Plan]:
+) -> tuple[DracoConfig, Environment, EvaluationPlan]:
     """The checked configuration, the environment and the plan of `evaluate_policy` for the same arguments.
 
     Raises:
@@ -123,12 +130,12 @@ def plan_policy(
     environment = make_environment(config.environment, config.data)
     whole = environment.tasks(split)
     tasks = whole[: config.data.eval_tasks]
-    settings = deciding_settings(config, policy)
+    settings = outcome_settings(config, policy)
     if policy.api_model is None:
         environment.check_model(config.model, config.agent)
     else:
         settings |= {f"api.{key}": value for key, value in asdict(policy.api).items() if key != "api_key_env"}
-    plan = Plan(
+    plan = EvaluationPlan(
         benchmark=config.environment.use.rpartition(":")[2],
         split=split,
         label=label or policy.label,
@@ -189,7 +196,7 @@ class _Evaluator:
             for checkpoint in self._policy.checkpoints:
                 if missing := self._directory.missing(checkpoint.name):
                     failing = [] if self._fleet is None else [self._fleet.failure()]
-                    await unless_lost(self._measure(checkpoint, missing), *failing)
+                    await cancel_on_loss(self._measure(checkpoint, missing), *failing)
         finally:
             await self._stop()
 
@@ -230,9 +237,9 @@ class _Evaluator:
         self._workers = RolloutWorkers(start, config.environment)
         self._workers.open()
         if self._fleet is not None:
-            pending = Pending()
+            pending = PendingOperations()
             with pending.of("the engines' start"):
-                await started(self._fleet.start(), config, pending, self._console)
+                await await_startup(self._fleet.start(), config, pending, self._console)
         release_start_lock()
 
     def _api_policies(self, model: str) -> ApiPolicies:
@@ -241,7 +248,7 @@ class _Evaluator:
             update={
                 "model": model,
                 **asdict(self._policy.api),
-                "max_tokens": turn_tokens(model, config.agent),
+                "max_tokens": max_tokens_per_turn(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,
                 # Do not wait for an outage to end: lost rollouts can be retried later.
@@ -249,7 +256,7 @@ class _Evaluator:
                 "cache": None,
             }
         )
-        self._console.print(f"policy: {introduced(client)}")
+        self._console.print(f"policy: {describe_judge(client)}")
         # Keep the handle: the actor lives as long as its handle.
         self._limiter, leases = start_evaluation_limiter(client, self._directory.path, self._name) or (None, None)
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
@@ -337,7 +344,7 @@ class _Evaluator:
             await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
 
 
-def turn_tokens(model: str, agent: AgentConfig) -> int:
+def max_tokens_per_turn(model: str, agent: AgentConfig) -> int:
     """Maximum tokens per turn of an API model: the agent's limit, or the model's if LiteLLM knows a lower one."""
     most = agent.max_turn_tokens or agent.max_response_length
     return min(most, model_limit(model, "max_output_tokens") or most)
@@ -365,7 +372,7 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         )
         raise SystemExit(130) from None
     except Exception as error:
-        plain = plain_error(error)
+        plain = unwrap_ray_error(error)
         if plain is None:
             raise
         if isinstance(plain, JudgeUnavailable):
@@ -379,4 +386,4 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
 
 def priced(usage: Usage, price: Price) -> Usage:
     """The usage with its cost at that price."""
-    return replace(usage, dollars=price_of(price, usage.input_tokens, usage.cached_tokens, usage.output_tokens))
+    return replace(usage, dollars=reply_cost(price, usage.input_tokens, usage.cached_tokens, usage.output_tokens))

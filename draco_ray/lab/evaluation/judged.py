@@ -18,14 +18,21 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
-from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.directory import RunDirectory, lock_run
 from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import release_start_lock
-from draco_ray.training.held_out import JudgedBeforeAfter
+from draco_ray.training.held_out import HeldOutJudgeEvaluator
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
-from draco_ray.training.session import Actors, opened, resolve_config, start_actors, static_criteria, task_prompts
+from draco_ray.training.session import (
+    Actors,
+    open_run_session,
+    resolve_config,
+    start_actors,
+    static_criteria,
+    task_prompts,
+)
 
 
 def judge_policy(
@@ -66,7 +73,7 @@ def judge_policy(
     config, environment = resolve_config(config.updated(data={"eval_split": split}, train=measured))
     run = _directory(out, config)
     console.print(f"environment.use={use} has no evaluator: the judge's pass rate is reported instead")
-    with sole_driver(run), opened(config, run, console, cache=cache) as final:
+    with lock_run(run), open_run_session(config, run, console, cache=cache) as final:
         rates = asyncio.run(_judge(policy, final, environment, run, console))
     numbers = {name: asdict(found) for name, found in rates.items()}
     summary = {
@@ -91,7 +98,7 @@ async def _judge(
     policy: EvaluatedPolicy, config: DracoConfig, environment: Environment, run: RunDirectory, console: Console
 ) -> dict[str, JudgedRates]:
     actors, progress = Actors(config, run), StepProgress(console)
-    measured = JudgedBeforeAfter(
+    measured = HeldOutJudgeEvaluator(
         config,
         actors,
         run,

@@ -68,7 +68,7 @@ def _check(successes: int, runs: int, k: int) -> None:
         raise ValueError(f"k = {k} trials cannot be drawn from {runs} runs")
 
 
-def estimates(
+def pass_k_by_task(
     evaluations: Iterable[Evaluation], runs: int, k: int, estimator: Estimator = pass_hat_k, *, whole: bool = False
 ) -> dict[str, float]:
     """Task id -> pass^k (or pass@k) over its ``runs`` runs; a missing run counts as failed.
@@ -149,7 +149,7 @@ class Measure:
         return Interval(worst.mean, worst.low, best.high)
 
 
-def rate(
+def pass_k_measure(
     seeds: Seeds,
     runs: int,
     k: int = 1,
@@ -174,7 +174,9 @@ def rate(
 
     def values(solved: bool) -> tuple[Mapping[str, float], ...]:
         by_seed = [[[_as_solved(each) if solved else each for each in part] for part in seed] for seed in seeds]
-        return tuple(mean_by_key([estimates(part, runs, k, estimator, whole=whole) for part in s]) for s in by_seed)
+        return tuple(
+            mean_by_key([pass_k_by_task(part, runs, k, estimator, whole=whole) for part in s]) for s in by_seed
+        )
 
     failed = values(solved=False)
     if not failed or not failed[0]:
@@ -209,16 +211,16 @@ def lost_rollouts(seeds: Seeds) -> int:
     return sum(each.lost for seed in seeds for measurement in seed for each in measurement)
 
 
-def compared_measures(seeds: Seeds, runs: int, *, scenarios: bool = True) -> dict[str, Measure]:
+def comparison_measures(seeds: Seeds, runs: int, *, scenarios: bool = True) -> dict[str, Measure]:
     """Measures for comparing settings, by name: rates at p^1 and at the largest k, and turns if any rollout was played.
 
     The names are ``TGC p^1``, ``SGC p^3`` and ``turns``; without scenarios ``SR p^1``.
     """
     ks = dict.fromkeys((1, min(runs, MOST_K)))
     task = "TGC" if scenarios else "SR"
-    found = {f"{task} p^{k}": rate(seeds, runs, k, scenarios=scenarios) for k in ks}
+    found = {f"{task} p^{k}": pass_k_measure(seeds, runs, k, scenarios=scenarios) for k in ks}
     if scenarios:
-        found |= {f"SGC p^{k}": rate(seeds, runs, k, whole=True) for k in ks}
+        found |= {f"SGC p^{k}": pass_k_measure(seeds, runs, k, whole=True) for k in ks}
     played = turns(seeds, scenarios=scenarios)
     return found if played is None else found | {"turns": played}
 

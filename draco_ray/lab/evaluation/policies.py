@@ -160,7 +160,7 @@ def checkpoints(run: RunDirectory) -> list[Checkpoint]:
     return [Checkpoint(name=folder.name, version=int(folder.name[4:]), adapter=folder) for folder in folders]
 
 
-def step_of(measurement: str) -> int | None:
+def parse_checkpoint_step(measurement: str) -> int | None:
     """The training step in a checkpoint's name (``step00090``); None for any other name."""
     match = re.fullmatch(r"step(\d+)", measurement)
     return int(match[1]) if match else None
@@ -200,7 +200,7 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
-    version = step_of(path.name)
+    version = parse_checkpoint_step(path.name)
     checkpoint = Checkpoint(name=path.name, version=1 if version is None else version, adapter=path)
     root = path.parent.parent
     if path.parent.name == "checkpoints" and (root / "config.yaml").is_file():
@@ -227,7 +227,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def deciding_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
+def outcome_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
     """Dotted configuration keys that affect the outcome of rollouts, without keys that only set where they run."""
     limits = {"cell_timeout_seconds", "max_memory_mib", "max_output_bytes", "rollout_retries"}
     deciding: dict[str, Any] = {"seed": True, "agent": True, "environment": limits}

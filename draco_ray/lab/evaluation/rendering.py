@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from rich.cells import cell_len
 
-from draco_ray.lab.files import csv_text
+from draco_ray.lab.files import escape_csv_formula
 
 NOTHING = "-"
 BLOCK = "::"
@@ -37,7 +37,7 @@ SUFFIXES = {
 }
 
 
-class Shown(StrEnum):
+class ShownUncertainty(StrEnum):
     """What is printed beside a mean."""
 
     NOTHING = "none"
@@ -46,9 +46,10 @@ class Shown(StrEnum):
 
 
 LEGENDS = {
-    Shown.NOTHING: "",
-    Shown.STD: "±: sample standard deviation over seeds; with one seed over checkpoints, or else over runs.",
-    Shown.INTERVAL: "[low, high]: 95 % interval over scenarios, and over training seeds if there are several.",
+    ShownUncertainty.NOTHING: "",
+    ShownUncertainty.STD: "±: sample standard deviation over seeds; with one seed over checkpoints, or else over runs.",
+    ShownUncertainty.INTERVAL: "[low, high]: 95 % interval over scenarios, and over training seeds where there are "
+    "several.",
 }
 
 
@@ -87,12 +88,15 @@ class Table:
     notes: tuple[str, ...] = ()
 
 
-def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str:
+def render(table: Table, form: TableFormat, shown: ShownUncertainty = ShownUncertainty.NOTHING) -> str:
     """The table as text that ends with a line break. CSV contains every number regardless of ``shown``."""
     order = list(dict.fromkeys(block_and_name(label)[0] for label, _ in table.rows))
     table = replace(table, rows=tuple(sorted(table.rows, key=lambda row: order.index(block_and_name(row[0])[0]))))
     cells = [cell for _, row in table.rows for cell in row if cell is not None]
-    beside = {Shown.STD: [cell.std for cell in cells], Shown.INTERVAL: [cell.low for cell in cells]}
+    beside = {
+        ShownUncertainty.STD: [cell.std for cell in cells],
+        ShownUncertainty.INTERVAL: [cell.low for cell in cells],
+    }
     if any(number is not None for number in beside.get(shown, ())):
         table = replace(table, notes=(*table.notes, LEGENDS[shown]))
     form_of = {TableFormat.TEXT: _text, TableFormat.MARKDOWN: _markdown, TableFormat.CSV: _csv}
@@ -146,16 +150,16 @@ def _body(table: Table, show: Callable[[Cell | None, Column, bool], str]) -> Ite
         yield block, lines
 
 
-def _shown(cell: Cell, digits: int, shown: Shown, mean: str = "{}", std: str = " ±{}") -> str:
+def _shown(cell: Cell, digits: int, shown: ShownUncertainty, mean: str = "{}", std: str = " ±{}") -> str:
     text = mean.format(f"{cell.mean:z,.{digits}f}")
-    if shown is Shown.STD and cell.std is not None:
+    if shown is ShownUncertainty.STD and cell.std is not None:
         text += std.format(f"{cell.std:z,.{digits}f}")
-    if shown is Shown.INTERVAL and cell.low is not None:
+    if shown is ShownUncertainty.INTERVAL and cell.low is not None:
         text += f" [{cell.low:z,.{digits}f}, {cell.high:z,.{digits}f}]"
     return text
 
 
-def _text(table: Table, shown: Shown) -> str:
+def _text(table: Table, shown: ShownUncertainty) -> str:
     *outer, inner = _headers(table)
     header = [text for text, _ in inner]
     body = list(_body(table, lambda cell, column, _: _shown(cell, column.digits, shown) if cell else NOTHING))
@@ -192,7 +196,7 @@ def _escaped_bar(text: str) -> str:
     return text.replace("|", "\\|")
 
 
-def _markdown(table: Table, shown: Shown) -> str:
+def _markdown(table: Table, shown: ShownUncertainty) -> str:
     def show(cell: Cell | None, column: Column, bold: bool) -> str:
         text = _shown(cell, column.digits, shown) if cell else NOTHING
         return f"**{text}**" if bold else text
@@ -206,7 +210,7 @@ def _markdown(table: Table, shown: Shown) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _csv(table: Table, shown: Shown) -> str:
+def _csv(table: Table, shown: ShownUncertainty) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     in_blocks = any(block_and_name(label)[0] for label, _ in table.rows)
@@ -216,11 +220,11 @@ def _csv(table: Table, shown: Shown) -> str:
         numbers = [
             each for cell in cells for each in ((cell.mean, cell.std, cell.low, cell.high) if cell else [None] * 4)
         ]
-        writer.writerow([*map(csv_text, block_and_name(label)[not in_blocks :]), *numbers])
+        writer.writerow([*map(escape_csv_formula, block_and_name(label)[not in_blocks :]), *numbers])
     return out.getvalue()
 
 
-def _latex(table: Table, shown: Shown) -> str:
+def _latex(table: Table, shown: ShownUncertainty) -> str:
     def show(cell: Cell | None, column: Column, bold: bool) -> str:
         if cell is None:
             return "--"

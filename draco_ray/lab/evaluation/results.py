@@ -26,10 +26,10 @@ from typing import Annotated, Any
 import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from draco_ray.config.file_names import FileName, file_name
+from draco_ray.config.file_names import FileName, validate_file_name
 from draco_ray.config.keys import flat
 from draco_ray.errors import ConfigError, TooManyLost
-from draco_ray.lab.files import write_whole
+from draco_ray.lab.files import write_atomically
 from draco_ray.records import Evaluation, Trajectory, Usage
 from draco_ray.runs import rows
 from draco_ray.runs.directory import damaged, read_bytes, read_table, read_text
@@ -75,7 +75,7 @@ class RolloutResult:
     """Why the last attempt of a lost rollout failed; None if the rollout is not lost."""
 
 
-class Plan(BaseModel):
+class EvaluationPlan(BaseModel):
     """What an evaluation directory measures; a different plan is a different evaluation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -140,7 +140,7 @@ _LINE: TypeAdapter[RolloutResult] = TypeAdapter(RolloutResult)
 class EvaluationDirectory:
     """One evaluation on disk. A single process writes to it."""
 
-    def __init__(self, path: Path, plan: Plan) -> None:
+    def __init__(self, path: Path, plan: EvaluationPlan) -> None:
         self.path = path
         self.plan = plan
 
@@ -158,7 +158,7 @@ class EvaluationDirectory:
                 f"{path}: not an evaluation directory (it has no evaluation.json); create one with `draco evaluate`"
             )
         try:
-            return cls(path, Plan.model_validate_json(read_text(file), strict=True))
+            return cls(path, EvaluationPlan.model_validate_json(read_text(file), strict=True))
         except ValidationError as error:
             if {problem["type"] for problem in error.errors()} <= {"missing", "extra_forbidden"}:
                 words = " ".join(str(error).split())[:300]
@@ -166,7 +166,7 @@ class EvaluationDirectory:
             raise damaged(file, error) from None
 
     @classmethod
-    def find(cls, path: Path, plan: Plan) -> EvaluationDirectory | None:
+    def find(cls, path: Path, plan: EvaluationPlan) -> EvaluationDirectory | None:
         """The evaluation of that plan, finished or not; None if none was begun.
 
         Raises:
@@ -180,7 +180,7 @@ class EvaluationDirectory:
         return found
 
     @classmethod
-    def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
+    def begin(cls, path: Path, plan: EvaluationPlan) -> EvaluationDirectory:
         """Start an evaluation, or continue one with the same plan.
 
         Raises:
@@ -190,7 +190,7 @@ class EvaluationDirectory:
         try:
             (path / "results").mkdir(parents=True, exist_ok=True)
             if found is None:
-                write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
+                write_atomically(path / "evaluation.json", plan.model_dump_json(indent=1))
         except OSError as error:
             raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
         return found or cls(path, plan)
@@ -256,7 +256,9 @@ class EvaluationDirectory:
         lost = len(self.lost())
         for measurement in self.plan.measurements if lost else ():
             kept = [result for result in self.results(measurement) if result.error is None]
-            write_whole(self._file(measurement), "".join(f"{_LINE.dump_json(result).decode()}\n" for result in kept))
+            write_atomically(
+                self._file(measurement), "".join(f"{_LINE.dump_json(result).decode()}\n" for result in kept)
+            )
         return lost
 
     def lost(self) -> list[RolloutResult]:
@@ -318,14 +320,14 @@ class EvaluationDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""
-        write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
+        write_atomically(self.path / "summary.json", json.dumps(summary, indent=1))
 
     def write_trajectory(self, measurement: str, trajectory: Trajectory) -> None:
         """Write a trajectory to ``tables/<table>/<measurement>/<task>-<run>.parquet``.
 
         Columns are as in a run directory, with the policy version as ``training_step`` and the run as ``rollout``.
         """
-        name = file_name(f"{trajectory.task_id}-{trajectory.rollout}")
+        name = validate_file_name(f"{trajectory.task_id}-{trajectory.rollout}")
         for table, to_rows in _ROWS.items():
             found = to_rows(trajectory.policy_version, trajectory)
             path = self.path / "tables" / table / measurement / f"{name}.parquet"
@@ -380,19 +382,19 @@ def role_costs(directory: EvaluationDirectory) -> dict[str, dict[str, RoleCost]]
     return {name: measured.costs for name, measured in found.measurements.items() if measured.costs}
 
 
-def sum_known(amounts: Iterable[float | None]) -> float | None:
+def sum_or_none(amounts: Iterable[float | None]) -> float | None:
     """The sum; None if any amount is None."""
     listed = list(amounts)
     known = [amount for amount in listed if amount is not None]
     return sum(known) if len(known) == len(listed) else None
 
 
-def plan_difference(before: Plan, now: Plan) -> str | None:
+def plan_difference(before: EvaluationPlan, now: EvaluationPlan) -> str | None:
     """The first difference of two plans, for an error message; None if they are equal."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     # Plans are compared by fingerprints, tasks and world digest, not by paths, which may change.
     old, new = ({**each, **each["settings"]} for each in (old, new))
-    for name in dict.fromkeys((*Plan.model_fields, *sorted(old | new))):
+    for name in dict.fromkeys((*EvaluationPlan.model_fields, *sorted(old | new))):
         if name in ("settings", "policy", "generated", "split_size") or old.get(name) == new.get(name):
             continue
         if name in ("tasks", "world"):
@@ -401,7 +403,7 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
     return None
 
 
-def protocol_differences(plans: Iterable[Plan]) -> list[str]:
+def protocol_differences(plans: Iterable[EvaluationPlan]) -> list[str]:
     """Limits and simulators that differ between plans, e.g. ``agent.max_turns 50 or 100``."""
     found: dict[str, set[str]] = {}
     for plan in plans:

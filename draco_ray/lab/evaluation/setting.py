@@ -21,7 +21,7 @@ from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import MOST_K, Estimator, Measure, Seeds, pass_at_k, pass_hat_k
 from draco_ray.lab.evaluation.rendering import Cell
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, role_costs, sum_known
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan, RolloutResult, role_costs, sum_or_none
 from draco_ray.records import Evaluation, Termination, Usage
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
@@ -42,7 +42,7 @@ class SplitResult:
     """Results of a setting on one split. Rates are shares in [0, 1]; index 0 is k = 1."""
 
     label: str
-    plan: Plan
+    plan: EvaluationPlan
     tgc: tuple[Cell, ...]
     """pass^k of tasks; the success rate (SR) of benchmarks without scenarios."""
     sgc: tuple[Cell, ...]
@@ -58,7 +58,7 @@ class SplitResult:
     usage: Usage
     """Usage of one pass over the split; dollars are None if unknown for any rollout."""
     measures: Mapping[str, Measure]
-    """Measures for comparing settings, by name (`draco_ray.lab.evaluation.measures.compared_measures`)."""
+    """Measures for comparing settings, by name (`draco_ray.lab.evaluation.measures.comparison_measures`)."""
     rollouts: int
     """Number of planned rollouts, including lost ones."""
     lost: int
@@ -72,7 +72,7 @@ class SplitResult:
     @property
     def pass_dollars(self) -> float | None:
         """Dollars of one pass, all roles together."""
-        return self.usage.dollars if self.role_dollars is None else sum_known(self.role_dollars.values())
+        return self.usage.dollars if self.role_dollars is None else sum_or_none(self.role_dollars.values())
 
     @property
     def clusters(self) -> int:
@@ -96,7 +96,9 @@ def read_seeds(directories: Sequence[EvaluationDirectory], label: str | None = N
     return replace(result, role_dollars=_role_dollars(directories))
 
 
-def aggregate(plan: Plan, seeds: Sequence[Sequence[Sequence[RolloutResult]]], label: str | None = None) -> SplitResult:
+def aggregate(
+    plan: EvaluationPlan, seeds: Sequence[Sequence[Sequence[RolloutResult]]], label: str | None = None
+) -> SplitResult:
     """Rates, spreads and costs of a setting.
 
     Args:
@@ -130,14 +132,14 @@ def aggregate(plan: Plan, seeds: Sequence[Sequence[Sequence[RolloutResult]]], la
         difficulty=strata,
         terminations=None if modes[None] else {mode: modes[mode] / len(results) for mode in Termination},
         usage=_per_pass([result.usage for result in results], plan.runs * sum(map(len, seeds))),
-        measures=measures.compared_measures(evaluations, plan.runs, scenarios=plan.scenarios),
+        measures=measures.comparison_measures(evaluations, plan.runs, scenarios=plan.scenarios),
         rollouts=len(results),
         lost=measures.lost_rollouts(evaluations),
         seeds=len(seeds),
     )
 
 
-def gain_of(run: RunDirectory) -> str | None:
+def describe_run_gain(run: RunDirectory) -> str | None:
     """A line with a run's gain and its interval; None if it was not evaluated before and after on the same tasks."""
     found = read_evaluations(run)
     (first, split), (last, _) = min(found, default=(0, "")), max(found, default=(0, ""))
@@ -149,12 +151,12 @@ def gain_of(run: RunDirectory) -> str | None:
         return None
     root = Path(plain_yaml.load(run.config_text())["data"]["root"])
     world = " of a generated world" if (root / MANIFEST).is_file() else ""
-    return f"on {split}{world}, {before_and_after(before, after, max(each.run for each in before) + 1)}"
+    return f"on {split}{world}, {describe_gain(before, after, max(each.run for each in before) + 1)}"
 
 
-def before_and_after(before: Sequence[Evaluation], after: Sequence[Evaluation], runs: int) -> str:
+def describe_gain(before: Sequence[Evaluation], after: Sequence[Evaluation], runs: int) -> str:
     """A line with the 95 % intervals of TGC before and after training and of their difference."""
-    first, last = (measures.rate([[each]], runs, scenarios=True) for each in (before, after))
+    first, last = (measures.pass_k_measure([[each]], runs, scenarios=True) for each in (before, after))
     gain, _ = measures.difference(last, first)
     if first.at_worst.clusters == 1:
         return "only one scenario, so no interval"
@@ -175,9 +177,11 @@ def _percents(interval: Interval, sign: str = "") -> str:
     return f"[{100 * interval.low:{sign}.1f}, {100 * interval.high:{sign}.1f}]"
 
 
-def _rate(plan: Plan, seeds: Seeds, k: int, *, whole: bool = False, estimator: Estimator = pass_hat_k) -> Cell:
+def _rate(
+    plan: EvaluationPlan, seeds: Seeds, k: int, *, whole: bool = False, estimator: Estimator = pass_hat_k
+) -> Cell:
     def of(part: Seeds, runs: int) -> Measure:
-        return measures.rate(part, runs, k, scenarios=plan.scenarios, whole=whole, estimator=estimator)
+        return measures.pass_k_measure(part, runs, k, scenarios=plan.scenarios, whole=whole, estimator=estimator)
 
     # pass^k for k >= 2 is a joint statistic of all runs; it is undefined for a single run.
     std = _std(seeds, plan.runs, lambda part, runs: of(part, runs).mean if k <= runs else None)
@@ -185,7 +189,7 @@ def _rate(plan: Plan, seeds: Seeds, k: int, *, whole: bool = False, estimator: E
     return _cell(interval, std)
 
 
-def _turns(plan: Plan, seeds: Seeds) -> Cell | None:
+def _turns(plan: EvaluationPlan, seeds: Seeds) -> Cell | None:
     """Mean over played rollouts, with an interval as wide as that of the mean over tasks."""
     if not (played := measures.turns_played(seeds)):
         return None
@@ -219,7 +223,7 @@ def _role_dollars(directories: Sequence[EvaluationDirectory]) -> dict[str, float
     measured = [costs[name] for plan, costs in found for name in plan.measurements]
     passes = sum(plan.runs * len(plan.measurements) for plan, _ in found)
     roles = dict.fromkeys(role for each in measured for role in each)
-    totals = {role: sum_known(each[role].dollars if role in each else None for each in measured) for role in roles}
+    totals = {role: sum_or_none(each[role].dollars if role in each else None for each in measured) for role in roles}
     return {role: None if total is None else total / passes for role, total in totals.items()}
 
 

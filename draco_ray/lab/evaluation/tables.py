@@ -16,7 +16,7 @@ from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import differences, holm
 from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
-from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, protocol_differences
+from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan, protocol_differences
 from draco_ray.lab.evaluation.setting import SplitResult, read_seeds
 from draco_ray.records import Termination
 
@@ -42,13 +42,13 @@ ONE_SEED = (
 _PAIRED = "a comparison needs the same tasks in both settings"
 
 
-def split_title(plan: Plan) -> str:
+def split_title(plan: EvaluationPlan) -> str:
     """The name of a benchmark's split in tables, the same for any part or world of it."""
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 
 
-def what_was_played(plans: Iterable[Plan]) -> str:
+def describe_task_subset(plans: Iterable[EvaluationPlan]) -> str:
     """How a column's tasks differ from the published split, e.g. ``generated world, 45 tasks``; empty if equal."""
     found: dict[str, None] = {}
     for plan in plans:
@@ -480,7 +480,7 @@ def _table(
     """
     splits = {split: _results(settings, split) for split in _titles(settings)}
     found = [(split, *column) for split, results in splits.items() for column in columns(results)]
-    played = {split: what_was_played([result.plan for result in results]) for split, results in splits.items()}
+    played = {split: describe_task_subset([result.plan for result in results]) for split, results in splits.items()}
     played = {split: words for split, words in played.items() if words}
     headers = {split: f"{split} ({words})" for split, words in played.items()}
     rows = []

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_config import check_split
+from draco_ray.engine.model_config import check_tensor_parallel
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
-from draco_ray.judging.judge_context import context_tokens, uses_self_judge
+from draco_ray.judging.judge_context import self_judge_context_length, uses_self_judge
 from draco_ray.lab.planning.model_shape import DeltaShape, ExpertsShape, LayerShape, ModelShape
 
 GIB = 1 << 30
@@ -31,7 +31,7 @@ LENGTH_KEYS = "learner.micro_batch_tokens and agent.max_response_length"
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MemoryItem:
     """One kind of memory."""
 
     name: str
@@ -44,17 +44,17 @@ class Item:
 class LearnerMemory:
     """Memory of one learner worker: resident items, and further ones at three successive moments."""
 
-    resident: tuple[Item, ...]
-    forward: tuple[Item, ...]
+    resident: tuple[MemoryItem, ...]
+    forward: tuple[MemoryItem, ...]
     """At the LM head, after all layers."""
-    backward: tuple[Item, ...]
+    backward: tuple[MemoryItem, ...]
     """In the backward pass of the largest layer."""
-    update: tuple[Item, ...]
+    update: tuple[MemoryItem, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
     part: int
     """Tokens of the micro-batch on this worker; a part of ``tokens`` with `learner.context_parallel`."""
-    host: tuple[Item, ...] = ()
+    host: tuple[MemoryItem, ...] = ()
     """Items in host memory instead of GPU memory."""
 
     @property
@@ -63,9 +63,9 @@ class LearnerMemory:
         return max(("forward", "backward", "update"), key=lambda name: total(getattr(self, name)))
 
     @property
-    def peak_items(self) -> tuple[Item, ...]:
+    def peak_items(self) -> tuple[MemoryItem, ...]:
         """All items at that moment."""
-        moment: tuple[Item, ...] = getattr(self, self.moment)
+        moment: tuple[MemoryItem, ...] = getattr(self, self.moment)
         return self.resident + moment
 
     @property
@@ -78,7 +78,7 @@ class LearnerMemory:
 class EngineMemory:
     """Memory of one GPU of an engine."""
 
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
     """Memory by kind, without the KV cache."""
     limit: int
     """Bytes that the engine may use."""
@@ -95,7 +95,7 @@ class EngineMemory:
         return max(0, self.kv_cache // self.sequence)
 
 
-def total(items: Sequence[Item]) -> int:
+def total(items: Sequence[MemoryItem]) -> int:
     """Total bytes of the items."""
     return sum(item.bytes for item in items)
 
@@ -125,50 +125,54 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     matrices = 2 * len(shape.adapted(learner.lora_target))
     rank_key = "learner.lora_rank"
     resident = (
-        Item("base weights", base_bytes(config, shape), WEIGHT_KEYS if learner.gpus_per_worker > 0 else "model.path"),
-        Item("adapter (float32)", adapter * FLOAT32, rank_key),
+        MemoryItem(
+            "base weights", base_bytes(config, shape), WEIGHT_KEYS if learner.gpus_per_worker > 0 else "model.path"
+        ),
+        MemoryItem("adapter (float32)", adapter * FLOAT32, rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
-        Item("optimizer", (2 * adapter + matrices) * FLOAT32, rank_key),
-        Item("gradients", adapter * FLOAT32, rank_key),
+        MemoryItem("optimizer", (2 * adapter + matrices) * FLOAT32, rank_key),
+        MemoryItem("gradients", adapter * FLOAT32, rank_key),
     )
-    spread = spread_over(shape, learner.context_parallel)
+    spread = repeat_key_heads(shape, learner.context_parallel)
     kept = [
-        part * saved_bytes(spread, layer, width, learner.lora_rank, kernels=learner.gpus_per_worker > 0)
+        part * saved_activation_bytes(spread, layer, width, learner.lora_rank, kernels=learner.gpus_per_worker > 0)
         + shared_prompt_bytes(config, spread, layer)
         for layer in shape.layers
     ]
     layers, recomputed = _activations(config, shape, part, kept)
     # Input and output of the last norm, its output at sampled positions, and their gradients.
-    head = Item("hidden states at the LM head", part * shape.hidden * 4 * width, LENGTH_KEYS)
+    head = MemoryItem("hidden states at the LM head", part * shape.hidden * 4 * width, LENGTH_KEYS)
     chunk_size = min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config)
-    chunk = Item("log-prob chunk", chunk_size, "learner.logprob_chunk_tokens")
+    chunk = MemoryItem("log-prob chunk", chunk_size, "learner.logprob_chunk_tokens")
     # The output of each expert of a token, and its product with the expert's weight.
     routed = 0 if shape.experts is None else 2 * shape.experts.active * shape.hidden * width
     gradients = part * ((shape.intermediate + shape.hidden) * FLOAT32 + routed)
     gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
-    slope = Item("gradients of activations", gradients, LENGTH_KEYS)
+    slope = MemoryItem("gradients of activations", gradients, LENGTH_KEYS)
     backward = [*layers, head, *gathered_layers, *recomputed, slope]
     if learner.base_precision != "model":
         largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
-        backward.append(Item("one weight, gathered", largest * width, "learner.base_precision"))
+        backward.append(MemoryItem("one weight, gathered", largest * width, "learner.base_precision"))
     if part < tokens:
         # Data of one layer, sent and received.
         exchanged = 2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width
-        backward.append(Item("exchange with workers that share the tokens", exchanged, "learner.context_parallel"))
+        backward.append(
+            MemoryItem("exchange with workers that share the tokens", exchanged, "learner.context_parallel")
+        )
     # Input of the last norm, and the gradients of its output.
-    head_on_host = Item(head.name, part * shape.hidden * 2 * width, LENGTH_KEYS)
+    head_on_host = MemoryItem(head.name, part * shape.hidden * 2 * width, LENGTH_KEYS)
     return LearnerMemory(
         resident=resident,
         forward=(*layers, head, *gathered_head, chunk),
         backward=tuple(backward),
-        update=(Item("copies of gradients", UPDATE_COPIES * adapter * FLOAT32, rank_key),),
+        update=(MemoryItem("copies of gradients", UPDATE_COPIES * adapter * FLOAT32, rank_key),),
         tokens=tokens,
         part=part,
         host=(layer_inputs(config, shape, part), head_on_host) if learner.offload_activations else (),
     )
 
 
-def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
+def learner_available_bytes(config: DracoConfig, gpu: int, reserved: int) -> int:
     """Bytes of a GPU available to a computing learner worker; `reserved` is the CUDA context of one process.
 
     A sleeping engine on the same GPU keeps its own context and graphs.
@@ -178,7 +182,7 @@ def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
     return int(gpu * min(1.0, config.learner.gpus_per_worker)) - reserved
 
 
-def spread_over(shape: ModelShape, workers: int) -> ModelShape:
+def repeat_key_heads(shape: ModelShape, workers: int) -> ModelShape:
     """The shape with key heads repeated, as when they are sent to workers that share a row."""
     delta = shape.delta
     if delta is not None:
@@ -189,7 +193,7 @@ def spread_over(shape: ModelShape, workers: int) -> ModelShape:
 def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
     """Bytes that a worker sends to the others in one forward pass of a shared row of ``tokens`` tokens."""
     workers = config.learner.context_parallel
-    spread = spread_over(shape, workers)
+    spread = repeat_key_heads(shape, workers)
     # A worker does not send its own part.
     sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
     return sent * sum(_exchanged(spread, layer) for layer in spread.layers)
@@ -243,7 +247,9 @@ def _spared(config: DracoConfig, layer: LayerShape) -> int:
     return sum(linear.inputs * linear.outputs * (width - 1) - linear.outputs * width for linear in layer.linears)
 
 
-def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+def _gathered(
+    config: DracoConfig, shape: ModelShape, chunk: int
+) -> tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]]:
     """Bytes of weights that FSDP gathers at the LM head and in a layer's backward; `chunk`: bytes of a log-prob chunk.
 
     The receive buffer and the weights built from it exist together for a moment; the next layer is prefetched.
@@ -252,33 +258,33 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
         return (), ()
     width = DTYPE_BYTES[config.model.dtype]
     layer = max(layer.parameters * width - _spared(config, layer) for layer in shape.distinct)
-    layers = Item("two layers, gathered", 2 * layer, GATHERED_KEYS)
+    layers = MemoryItem("two layers, gathered", 2 * layer, GATHERED_KEYS)
     if shape.tied:
         return (), (layers,)
     head = shape.vocabulary * shape.hidden * width
-    return (Item("LM head, gathered", max(head, 2 * head - chunk), GATHERED_KEYS),), (layers,)
+    return (MemoryItem("LM head, gathered", max(head, 2 * head - chunk), GATHERED_KEYS),), (layers,)
 
 
 def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
-) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+) -> tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]]:
     """Activations of all layers during the whole pass, and of a recomputed layer; `kept`: bytes kept per layer."""
     if config.learner.gradient_checkpointing is False:
-        return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
+        return (MemoryItem("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:
         # One layer is computed while another is copied.
-        inputs = Item("activations: inputs of two layers", 2 * inputs.bytes // len(shape.order), LENGTH_KEYS)
-    return (inputs,), (Item("activations: one layer, recomputed", max(kept), LENGTH_KEYS),)
+        inputs = MemoryItem("activations: inputs of two layers", 2 * inputs.bytes // len(shape.order), LENGTH_KEYS)
+    return (inputs,), (MemoryItem("activations: one layer, recomputed", max(kept), LENGTH_KEYS),)
 
 
-def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
+def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> MemoryItem:
     """Inputs of all layers, which are kept for recomputation."""
     inputs = len(shape.order) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
-    return Item("activations: inputs of all layers", inputs, LENGTH_KEYS)
+    return MemoryItem("activations: inputs of all layers", inputs, LENGTH_KEYS)
 
 
-def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
+def saved_activation_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
     """Bytes per token that a decoder layer with adapters on all linear layers saves for its backward pass.
 
     Args:
@@ -348,19 +354,19 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     width = DTYPE_BYTES[config.model.dtype]
     length = sequence_tokens(config)
     if uses_self_judge(config):
-        length = max(length, context_tokens(config))
+        length = max(length, self_judge_context_length(config))
     batched = min(batched_tokens(config, gpu, length), engine.max_num_seqs * length)
     weights = shape.parameters * width // parallel
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
     workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
     slots = f"adapter slots ({live_adapters(config.train.staleness)})"
     items = [
-        Item("engine weights", weights, "engine.tensor_parallel" if on_gpu else "model.path"),
-        Item(slots, _slot_bytes(config, shape, parallel, width), "learner.lora_rank"),
-        Item("workspace of a forward pass", workspace, "engine.max_num_seqs"),
+        MemoryItem("engine weights", weights, "engine.tensor_parallel" if on_gpu else "model.path"),
+        MemoryItem(slots, _slot_bytes(config, shape, parallel, width), "learner.lora_rank"),
+        MemoryItem("workspace of a forward pass", workspace, "engine.max_num_seqs"),
     ]
     if on_gpu:
-        items.append(Item("CUDA context and graphs", reserved, "engine.enforce_eager"))
+        items.append(MemoryItem("CUDA context and graphs", reserved, "engine.enforce_eager"))
     limit = int(gpu * engine.gpu_memory_utilization)
     cache = limit - total(items)
     if engine.kv_cache_gib is not None or not on_gpu:
@@ -371,7 +377,8 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
         items=tuple(items),
         limit=limit,
         kv_cache=cache,
-        sequence=length * kv_bytes(shape, parallel, kv_width(config)) + state_bytes(shape, parallel, width),
+        sequence=length * kv_bytes(shape, parallel, kv_element_bytes(config))
+        + recurrent_state_bytes(shape, parallel, width),
         length=length,
     )
 
@@ -384,7 +391,7 @@ def batched_tokens(config: DracoConfig, gpu: int, length: int) -> int:
     return given if isinstance(given, int) else max(n for least, n in BATCHED_TOKENS.items() if gpu >= least * GIB)
 
 
-def kv_width(config: DracoConfig) -> int:
+def kv_element_bytes(config: DracoConfig) -> int:
     """Bytes per number in the KV cache; types below 8 bits are counted as the model's type."""
     kind = str(config.engine.vllm.get("kv_cache_dtype", "auto"))
     if kind.startswith(("fp8", "int8")):
@@ -398,7 +405,7 @@ def kv_bytes(shape: ModelShape, parallel: int, width: int) -> int:
     return full * 2 * max(1, shape.kv_heads // parallel) * shape.head_dim * width
 
 
-def state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
+def recurrent_state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
     """Recurrent state of one sequence on one GPU: the last inputs of the convolution, and the state in float32."""
     delta = shape.delta
     if delta is None:
@@ -468,7 +475,7 @@ def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
         split |= {"moe_intermediate_size": shape.experts.width, "shared_expert_intermediate_size": shape.experts.shared}
     if shape.delta is not None:
         split |= {"linear_num_value_heads": shape.delta.value_heads, "linear_num_key_heads": shape.delta.key_heads}
-    check_split(split, engine.tensor_parallel, config.model.path)
+    check_tensor_parallel(split, engine.tensor_parallel, config.model.path)
     # Engines that share GPUs with the learner reserve a share of each (`DracoConfig`).
     if not engine.colocate and 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
         raise ConfigError(

@@ -18,10 +18,10 @@ from pydantic import TypeAdapter
 from draco_ray.engine.model_config import (
     PUBLIC_CONFIGS,
     TABLE,
-    build_model,
+    build_meta_model,
     expert_family,
     linear_layers,
-    matching_names,
+    lora_module_names,
     number_of_experts,
 )
 from draco_ray.errors import ConfigError
@@ -200,7 +200,7 @@ class ModelShape:
             for linear in layer.linears
         } | {linear.name: linear for linear in self.outside}
         experts = 0 if self.experts is None else self.experts.number
-        found = matching_names(list(names), target, layers=len(self.order), experts=experts)
+        found = lora_module_names(list(names), target, layers=len(self.order), experts=experts)
         return {name: names[name] for name in found}
 
     def adapter_parameters(self, target: str, rank: int) -> int:
@@ -241,7 +241,7 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     Raises: ConfigError: transformers builds no language model from it, or it is an unsupported mixture of experts.
     """
     family = expert_family(config, source)
-    model, text = build_model(config, source)
+    model, text = build_meta_model(config, source)
     experts = None if family is None else _experts(config, text, family)
     prefix, blocks = _decoder_layers(model)
     if not len(blocks):

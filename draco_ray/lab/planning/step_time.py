@@ -8,13 +8,21 @@ from dataclasses import dataclass
 
 from pydantic import Field, ValidationError
 
-from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.config.schema import ConfigSection, DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, kv_width, state_bytes
+from draco_ray.lab.planning.memory import (
+    DTYPE_BYTES,
+    FLOAT32,
+    GIB,
+    EngineMemory,
+    kv_bytes,
+    kv_element_bytes,
+    recurrent_state_bytes,
+)
 from draco_ray.lab.planning.model_shape import ModelShape
 
 
-class Assumptions(Tree):
+class Assumptions(ConfigSection):
     """Assumptions of a plan. None of them was measured with this code on the assumed hardware."""
 
     gpu_tflops: float = Field(989.0, gt=0)
@@ -142,7 +150,9 @@ def _decode_seconds(
     parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
     head = shape.vocabulary * shape.hidden
     read = shape.read_parameters(concurrent) + head
-    cache = length / 2 * kv_bytes(shape, parallel, kv_width(config)) + 2 * state_bytes(shape, parallel, width)
+    cache = length / 2 * kv_bytes(shape, parallel, kv_element_bytes(config)) + 2 * recurrent_state_bytes(
+        shape, parallel, width
+    )
     moved = (read * width / parallel + concurrent * cache) / (given.gpu_gb_per_second * 1e9)
     computed = concurrent * 2 * (shape.matrix_parameters + head) / parallel / (given.gpu_tflops * 1e12)
     return max(moved, computed) / given.decode_efficiency

@@ -51,7 +51,7 @@ def percent(value: float) -> str:
     return f"{value:.0%}"
 
 
-def compact(value: float) -> str:
+def format_compact(value: float) -> str:
     """A number in few characters.
 
     >>> [compact(v) for v in (0.0, 0.00012, 0.25, 3.0, 15200, 2.5e6)]
@@ -68,7 +68,7 @@ def line_chart(
     series: Sequence[Series],
     *,
     bounds: tuple[float, float] | None = None,
-    number: Number = compact,
+    number: Number = format_compact,
 ) -> Drawing:
     """Lines over training steps.
 
@@ -110,7 +110,7 @@ def stacked_bars(
     labels: Sequence[str],
     parts: Mapping[str, Sequence[float]],
     *,
-    number: Number = compact,
+    number: Number = format_compact,
     whole: float | None = None,
     axis: str = "training step",
     all_labels: bool = False,
@@ -185,7 +185,7 @@ def heat_map(
             if share is None and mark is None:
                 continue
             x = names + column * cell
-            said, color = (mark, SOLVED) if share is None else (percent(share), heat(share))
+            said, color = (mark, SOLVED) if share is None else (percent(share), heat_color(share))
             hint = f"{name}, training step {columns[column]}: {said}"
             drawing.box(x, y, max(cell - 1, 0.6), line - 1.5, color, hint)
             if cell >= (8 if share is None else 24):
@@ -221,7 +221,7 @@ def timeline(
     for tick in _ticks(0.0, max(ends)):
         x = left + tick * scale
         drawing.line(((x, _TOP - 2), (x, floor)), GRID, 0.6)
-        drawing.label(x, floor + 10, compact(tick))
+        drawing.label(x, floor + 10, format_compact(tick))
     for place, (name, intervals) in enumerate(lanes.items()):
         y = _TOP + place * line
         drawing.text(left - 6, y + line / 2 + 3, name, 8, "end")
@@ -239,7 +239,7 @@ def timeline(
     return drawing
 
 
-def heat(share: float) -> str:
+def heat_color(share: float) -> str:
     """The colour of a share in [0, 1].
 
     >>> heat(0.0), heat(1.0)

@@ -48,14 +48,14 @@ class Drawing:
     def text(self, x: float, y: float, string: str, size: float = 8.0, anchor: str = "start", color: str = INK) -> None:
         """Write a line of text; ``y`` is its baseline, ``anchor`` one of ``start``, ``middle``, ``end``."""
         place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
-        self.elements.append(f'<text {place} fill="{_svg(color)}">{escape(visible(string))}</text>')
+        self.elements.append(f'<text {place} fill="{_svg(color)}">{escape(escape_bidi(string))}</text>')
 
     def label(self, x: float, y: float, string: str) -> None:
         """Write a small, muted, centred text for an axis."""
         self.text(x, y, string, 7, "middle", MUTED)
 
     def _filled(self, element: str, place: str, color: str, hint: str) -> None:
-        end = f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
+        end = f"><title>{escape(escape_bidi(hint))}</title></{element}>" if hint else "/>"
         self.elements.append(f'<{element} {place} fill="{_svg(color)}"{end}')
 
     def _repr_svg_(self) -> str:
@@ -71,7 +71,7 @@ def palette(index: int) -> str:
 _DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
-def visible(text: str) -> str:
+def escape_bidi(text: str) -> str:
     """``text`` with characters that change the writing direction spelled out.
 
     >>> visible("a\u202eb")
@@ -85,7 +85,7 @@ def to_svg(drawing: Drawing) -> Markup:
 
     Outside such a page, the colours on paper apply.
     """
-    title = escape(visible(drawing.title))
+    title = escape(escape_bidi(drawing.title))
     head = f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">'
     return Markup("".join([head, *drawing.elements, "</svg>"]))
 

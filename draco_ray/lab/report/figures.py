@@ -8,7 +8,7 @@ from typing import Any
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
-from draco_ray.lab.analysis.rubrics import left_out, title_key
+from draco_ray.lab.analysis.rubrics import criteria_dropped_by_union, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
 from draco_ray.lab.report.drawing import Drawing, to_image
@@ -35,7 +35,9 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
         label = f": {run.path.name}" if len(runs) > 1 else ""
         drawings[f"terminations{suffix}"] = terminations(tidy("terminations", [run]).to_pylist(), label)
         by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
-        drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(by_criterion, left_out(run), label)
+        drawings[f"pass_rate_by_criterion{suffix}"] = pass_rate_by_criterion(
+            by_criterion, criteria_dropped_by_union(run), label
+        )
     drawings["pass_rate"] = pass_rate(runs)
     credit = tidy("credit_by_step", runs).to_pylist()
     drawings["inert_share"] = line_chart(
@@ -110,7 +112,7 @@ def pass_rate_by_criterion(
 ) -> Drawing:
     """Pass rate of each criterion and training step, the most judged criteria first.
 
-    ``solved``: the run's `left_out` criteria, marked in steps without verdicts.
+    ``solved``: the run's `criteria_dropped_by_union` criteria, marked in steps without verdicts.
     """
     judgments: dict[str, int] = {}
     for row in rows:

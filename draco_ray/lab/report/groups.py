@@ -18,7 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.analysis.pass_share import lines_of
+from draco_ray.lab.analysis.pass_share import read_run_jsonl
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -59,7 +59,9 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
     """
     columns = [*_TRAJECTORY, *(_TOKENS if tokens else ())]
     text_of = _token_texts(run) if tokens else str
-    traces = {(line["task_id"], line["rollout"]): _picked(line, "trace_id", "source") for line in lines_of(run, INDEX)}
+    traces = {
+        (line["task_id"], line["rollout"]): _picked(line, "trace_id", "source") for line in read_run_jsonl(run, INDEX)
+    }
     for step in run.steps():
         rows = {
             "trajectories": grouped(run.table("trajectories", step, columns).to_pylist(), "task_id"),
@@ -76,7 +78,7 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
             ]
         tasks = sorted({task for table in rows.values() for task in table})
         for task in tasks:
-            data, summary = content(step, task, {name: table.get(task, []) for name, table in rows.items()})
+            data, summary = group_content(step, task, {name: table.get(task, []) for name, table in rows.items()})
             yield PackedGroup(summary, pack(data))
 
 
@@ -119,7 +121,7 @@ class _Lines:
         return list(self._numbers)
 
 
-def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
+def group_content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
     """A group's data to pack and its summary, from its rows by table (`ROWS`); ``step`` is None outside training."""
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from urllib.parse import quote
 
-from draco_ray.lab.analysis.pass_share import lines_of
+from draco_ray.lab.analysis.pass_share import read_run_jsonl
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 from draco_ray.traces.files import INDEX
@@ -18,9 +18,9 @@ def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
     explanation of a failed criterion, preferably of one that cites steps. Criteria are sorted by failures, most first;
     their pass share is over the traces to which they apply.
     """
-    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in lines_of(run, INDEX)}
+    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in read_run_jsonl(run, INDEX)}
     traces, said = [], defaultdict(list)
-    for line in lines_of(run):
+    for line in read_run_jsonl(run):
         task, rollout = line["task_id"], line["rollout"]
         place = {
             "name": line["trace_id"] or f"{task} {rollout}",

@@ -9,8 +9,8 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.analysis.replay import first_prompt
-from draco_ray.lab.evaluation.policies import step_of
-from draco_ray.lab.report.groups import ROWS, PackedGroup, content, pack
+from draco_ray.lab.evaluation.policies import parse_checkpoint_step
+from draco_ray.lab.report.groups import ROWS, PackedGroup, group_content, pack
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -38,7 +38,7 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
             tables = {table: directory.trajectories(name, kept).to_pylist() for table, kept in _PLAYED.items()}
             rows = {table: grouped(found, "task_id") for table, found in tables.items()}
             key = f"{directory.path.name} {name}"
-            yield from _groups(key, step_of(name), directory.plan.split, _evaluated(played), rows)
+            yield from _groups(key, parse_checkpoint_step(name), directory.plan.split, _evaluated(played), rows)
 
 
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
@@ -137,7 +137,7 @@ def _groups(
         # If a rollout was repeated, its last attempt was judged.
         last = {row["rollout"]: row["attempt"] for row in sorted(mine["trajectories"], key=lambda row: row["attempt"])}
         mine["trajectories"] = [row for row in mine["trajectories"] if row["attempt"] == last[row["rollout"]]]
-        data, summary = content(step, task, mine)
+        data, summary = group_content(step, task, mine)
         for shown in data["rollouts"]:
             shown["outcome"] = outcomes.get((task, shown["rollout"]))
         summary["rollouts"] = [

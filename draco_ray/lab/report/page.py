@@ -21,20 +21,20 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.analysis.pass_share import lines_of, pass_share
-from draco_ray.lab.analysis.rubrics import left_out
+from draco_ray.lab.analysis.pass_share import pass_share, read_run_jsonl
+from draco_ray.lab.analysis.rubrics import criteria_dropped_by_union
 from draco_ray.lab.analysis.tables import tidy
-from draco_ray.lab.files import whole_file
+from draco_ray.lab.files import atomic_output_file
 from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, timeline
-from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
+from draco_ray.lab.report.drawing import PALETTE, Drawing, escape_bidi, to_svg
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.judged_traces import judged_traces
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
-from draco_ray.traces.keeping import SETTING
+from draco_ray.traces.judging_run import SETTING
 
 ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
@@ -67,9 +67,9 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
         facts=_facts(run),
         how_to_read=how_to_read(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
-        timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
+        timelines=((step, pack(to_svg(step_timeline(run, step)))) for step in steps),
         steps=steps,
-        last_timeline=to_svg(when_it_ran(run, steps[-1])) if steps else "",
+        last_timeline=to_svg(step_timeline(run, steps[-1])) if steps else "",
         traces=traces,
         criteria=criteria,
         windows=[] if traces else tidy("inert_windows", [run]).to_pylist(),
@@ -85,7 +85,7 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
         percent=lambda value: "–" if value is None else percent(value),
     )
     page.enable_buffering(64)
-    with whole_file(path) as temporary:
+    with atomic_output_file(path) as temporary:
         page.dump(str(temporary), encoding="utf-8")
 
 
@@ -95,7 +95,7 @@ def _template(name: str) -> Template:
         loader=PackageLoader("draco_ray.lab.report", "assets"),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: visible(value) if type(value) is str else value,
+        finalize=lambda value: escape_bidi(value) if type(value) is str else value,
         trim_blocks=True,
     )
     style = Markup((ASSETS / "report.css").read_text(encoding="utf-8"))
@@ -150,7 +150,7 @@ def overview(run: RunDirectory) -> list[Chart]:
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
         Chart(line_chart("Reward", [reward], bounds=(-1.0, 1.0)), note=REWARD if _by_rubric(run) else ""),
-        Chart(figures.pass_rate([run]), note=ceiling(run)),
+        Chart(figures.pass_rate([run]), note=pass_rate_ceiling_note(run)),
         Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
         *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
         *([Chart(figures.judged(judged), note=f"{STAND_IN} {_intervals(judged, 'pass_rate')}")] if judged else []),
@@ -163,9 +163,9 @@ def overview(run: RunDirectory) -> list[Chart]:
         Chart(line_chart("KL to the base model", [kl]), note=KL),
         Chart(stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
         Chart(
-            figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
+            figures.pass_rate_by_criterion(by_criterion, criteria_dropped_by_union(run), width=PAGE_WIDTH),
             wide=True,
-            note=f"✓: proposed in that step, but no longer in a rubric. {ceiling(run)}".strip(),
+            note=f"✓: proposed in that step, but no longer in a rubric. {pass_rate_ceiling_note(run)}".strip(),
         ),
     ]
 
@@ -198,7 +198,7 @@ def _intervals(rows: list[Row], column: str) -> str:
     return "Bars: 95 % intervals over scenarios." if known else ""
 
 
-def ceiling(run: RunDirectory) -> str:
+def pass_rate_ceiling_note(run: RunDirectory) -> str:
     """A note on the ceiling of pass rates, for runs whose rule drops criteria that all rollouts pass; else empty."""
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
@@ -259,7 +259,7 @@ def stage_seconds(rows: list[Row]) -> Drawing:
     return figures.bars_by_step("Seconds per stage", rows, "stage", "seconds", names, colors=STAGE_COLORS)
 
 
-def when_it_ran(run: RunDirectory, step: int) -> Drawing:
+def step_timeline(run: RunDirectory, step: int) -> Drawing:
     """Timeline of the rollouts, judge phases, learning, sync and checkpoint of one step."""
     spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
     begin = min((span["started_at"] for span in spans), default=0.0)
@@ -281,7 +281,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     dollars = sum(line.get("judge_dollars") or 0.0 for line in metrics)
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
     if _of_traces(run):
-        share = pass_share(lines_of(run))
+        share = pass_share(read_run_jsonl(run))
         return [
             ("judge", ", ".join(judges) or value("judge.model")),
             ("traces", f"{rollouts:,}"),

@@ -30,12 +30,12 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.judge import CallContext, Judgement
 from draco_ray.judging.phases import Phase, Score, Stage1, Stage2, Union
-from draco_ray.lab.files import check_file
+from draco_ray.lab.files import check_writable
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
     Reduction,
-    batches,
     candidates,
+    merge_batches,
     reduction_prompt,
     reduction_template,
 )
@@ -43,12 +43,19 @@ from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
 from draco_ray.rollout.finished import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.remote.place import place_of
+from draco_ray.runs.remote.location import run_location
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
+from draco_ray.training.session import (
+    Actors,
+    checked_model,
+    open_run_session,
+    start_actors,
+    usable_prompts,
+    with_environment,
+)
 
 PROPOSING, MEASURING = 0, 1
 """Training-step numbers under which the two halves of the job are archived."""
@@ -87,19 +94,19 @@ def author_rubric(config: DracoConfig, out: Path, settings: AuthoringSettings) -
         )
     if out.exists():
         raise ConfigError(f"--out {out}: already exists; choose another file")
-    check_file(out)
+    check_writable(out)
     config, environment = with_environment(config.updated(algorithm={"rubric": "dynamic"}))
     environment.tasks(config.data.train_split)
     config = checked_model(config)
     prompts = dict(list(usable_prompts(config, environment, console).items())[: settings.tasks])
     check_outlives_job(config.run.root)
     name = config.run.name or f"rubric-{datetime.now():%Y%m%d-%H%M%S}"
-    run = RunDirectory.create(place_of(config.run, name).local, dump_config(config))
+    run = RunDirectory.create(run_location(config.run, name).local, dump_config(config))
     console.print(
         f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, environment "
         f"{config.environment.use}",
     )
-    with opened(config, run, console) as final:
+    with open_run_session(config, run, console) as final:
         author = RubricAuthor(final, settings, prompts, run, console)
         kept, pruned = asyncio.run(author.run())
     write_rubric(
@@ -228,7 +235,7 @@ class RubricAuthor:
             level += 1
             work = [
                 self._merge(f"reduction{level}.{number}", batch)
-                for number, batch in enumerate(batches(sets, self._settings.max_candidates), start=1)
+                for number, batch in enumerate(merge_batches(sets, self._settings.max_candidates), start=1)
             ]
             merged = await asyncio.gather(*work)
             sets = [each for each in merged if each is not None and each.criteria]

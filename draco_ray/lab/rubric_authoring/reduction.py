@@ -44,7 +44,7 @@ class Reduction(Union):
         return self.text
 
 
-def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[CriterionSet]]:
+def merge_batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[CriterionSet]]:
     """Split a level of the reduction into merges of neighbouring sets (tasks of one scenario are neighbours).
 
     A merge has at most ``max_candidates`` criteria, but at least two sets, so that every level reduces their number.

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from draco_ray.config import plain_yaml
-from draco_ray.lab.files import whole_file
+from draco_ray.lab.files import atomic_output_file
 from draco_ray.records import Criterion, Verdict
 
 
@@ -101,7 +101,7 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
             f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
         )
         parts.append(f"# {figures}\n{plain_yaml.dump([entry], width=110)}")
-    with whole_file(path) as temporary:
+    with atomic_output_file(path) as temporary:
         temporary.write_text("\n".join(parts), encoding="utf-8")
 
 

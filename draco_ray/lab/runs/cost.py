@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.judging.reply_cache import read_book
+from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -94,7 +94,7 @@ def show_cost(directory: Path) -> None:
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]
     console.print(cost_table(phase_costs(calls)))
-    if (missing := read_book(run.judge_cache).dollars - sum(call["dollars"] for call in calls)) > LEAST_DOLLARS:
+    if (missing := read_cost_ledger(run.judge_cache).dollars - sum(call["dollars"] for call in calls)) > LEAST_DOLLARS:
         console.print(
             f"plus ${missing:.4f} for requests without an archived call: checks that the judge answers, and the "
             "maximum cost of requests that were interrupted by a kill"

@@ -20,12 +20,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from draco_ray.config.file_names import file_name
-from draco_ray.config.origin import private
+from draco_ray.config.config_signature import private_opener
+from draco_ray.config.file_names import validate_file_name
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.files import whole_file
-from draco_ray.lab.rows import finite, grouped
+from draco_ray.lab.files import atomic_output_file
+from draco_ray.lab.rows import finite_or_none, grouped
 from draco_ray.records import Evaluation, Trajectory, Turn, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import passed_share, read_evaluations
@@ -184,8 +184,8 @@ def _write(
         "stats": {"started_at": began, "completed_at": ended},
         "samples": samples,
     }
-    path = folder / f"{began[:19].replace(':', '-')}_{file_name(name)}_{file_name(part)}.json"
-    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", opener=private) as file:
+    path = folder / f"{began[:19].replace(':', '-')}_{validate_file_name(name)}_{validate_file_name(part)}.json"
+    with atomic_output_file(path) as temporary, open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         json.dump(log, file, ensure_ascii=False)
     return path
 
@@ -307,8 +307,8 @@ def _rewards(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
             "metadata": {
                 "verdicts": mine,
                 "advantage": row["advantage"],
-                "step_quality": [finite(value) for value in row["quality"] or ()],
-                "step_advantage": [finite(value) for value in row["step_advantage"] or ()],
+                "step_quality": [finite_or_none(value) for value in row["quality"] or ()],
+                "step_advantage": [finite_or_none(value) for value in row["step_advantage"] or ()],
             },
         }
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.compute as pc
 from rich.table import Table
 
-from draco_ray.lab.analysis.pass_share import lines_of, pass_share
+from draco_ray.lab.analysis.pass_share import pass_share, read_run_jsonl
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.evaluations import (
     judged_rates,
@@ -19,7 +19,7 @@ from draco_ray.runs.evaluations import (
     task_goal_completion,
 )
 from draco_ray.terminal import console
-from draco_ray.traces.keeping import SETTING
+from draco_ray.traces.judging_run import SETTING
 
 COLUMNS = {
     "step": "{:d}",
@@ -54,7 +54,7 @@ def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
     metrics = run.metrics()
     columns, traces = COLUMNS, setting == SETTING
     if traces:
-        share = pass_share(lines_of(run))
+        share = pass_share(read_run_jsonl(run))
         console.print(
             f"{run.path.name}: traces judged by {run.setting('judge.model')}, pass share "
             + ("unknown" if share is None else f"{share.mean:.1%}")

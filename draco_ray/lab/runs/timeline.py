@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.errors import ConfigError
-from draco_ray.lab.files import whole_file
+from draco_ray.lab.files import atomic_output_file
 from draco_ray.runs.directory import RunDirectory
 
 GROUP_ROW = "group"
@@ -55,6 +55,6 @@ def write_timeline(directory: Path, step: int, out: Path) -> int:
         steps = sorted(set(run.table("spans", columns=["training_step"]).column("training_step").to_pylist()))
         known = f"{steps[0]} to {steps[-1]}" if steps else "none yet"
         raise ConfigError(f"{directory}: step {step} has no spans; steps with spans: {known}")
-    with whole_file(out) as temporary:
+    with atomic_output_file(out) as temporary:
         temporary.write_text(json.dumps(step_trace(spans)) + "\n", encoding="utf-8")
     return len(spans)

@@ -114,7 +114,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class ResourceCounts:
     """Resources and scheduling of a run."""
 
     slots: int
@@ -139,7 +139,7 @@ class RecordedRun:
     """The recorded steps of a run and its resources."""
 
     name: str
-    setting: Setting
+    setting: ResourceCounts
     steps: tuple[Step, ...]
     """Finished steps except the first."""
     remember_share: float
@@ -179,9 +179,9 @@ def read_run(run: RunDirectory) -> RecordedRun:
     )
 
 
-def _setting(run: RunDirectory) -> Setting:
+def _setting(run: RunDirectory) -> ResourceCounts:
     value, limits = run.setting, run.setting("judge.limits")
-    return Setting(
+    return ResourceCounts(
         slots=value("environment.slots"),
         engines=value("engine.engines"),
         sequences=value("engine.max_num_seqs"),

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, Setting, Step
-from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, ResourceCounts, Step
+from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
 SIZES = (96, 1024, 16384)
@@ -25,11 +25,11 @@ GPUS = (8, 16, 32, 64, 128, 256, 512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
+class SimulatedSize:
     """A simulated step of one size."""
 
     rollouts: int
-    setting: Setting
+    setting: ResourceCounts
     step: SimulatedStep
     dollars: float
     """Dollars of the step's judge calls."""
@@ -45,7 +45,11 @@ def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> li
     found = []
     for step in (other or run).steps:
         known = [each for each in run.steps if each is not step]
-        speeds, random, setting = fit(known, run), np.random.default_rng((seed, step.number)), (other or run).setting
+        speeds, random, setting = (
+            fit_speeds(known, run),
+            np.random.default_rng((seed, step.number)),
+            (other or run).setting,
+        )
         drawn = _phases(known)
         played = []
         for _ in range(DRAWS):
@@ -56,7 +60,7 @@ def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> li
                     others = drawn[kind, own.requests > 0] or [own]
                     phases[kind, number] = others[random.integers(len(others))]
                 groups.append(replace(group, phases=phases))
-            played.append(play(groups, speeds, setting))
+            played.append(simulate_step(groups, speeds, setting))
         found.append((step, sorted(played, key=lambda each: each.seconds)[DRAWS // 2]))
     return found
 
@@ -70,32 +74,32 @@ def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
     return found
 
 
-def error(step: Step, simulated: SimulatedStep) -> float:
+def relative_error(step: Step, simulated: SimulatedStep) -> float:
     """Relative error: simulated / recorded seconds - 1."""
     return simulated.seconds / step.seconds - 1
 
 
-def play(groups: Sequence[Group], speeds: Speeds, setting: Setting) -> SimulatedStep:
+def simulate_step(groups: Sequence[Group], speeds: Speeds, setting: ResourceCounts) -> SimulatedStep:
     """Simulate a step; with staleness, the median step of several successive ones."""
     steps = simulate([groups] * (6 if setting.staleness else 1), speeds, setting)
     alike = sorted(steps[2:-1] or steps, key=lambda step: step.seconds)
     return alike[len(alike) // 2]
 
 
-def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, seed: int) -> Size:
+def simulate_size(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rollouts: int, seed: int) -> SimulatedSize:
     """Simulate a step of at least ``rollouts`` rollouts, in whole groups drawn from all recorded steps.
 
     Args:
         run: source of the groups.
         setting: numbers of resources.
-        speeds: speeds of the run (`fit`).
+        speeds: speeds of the run (`fit_speeds`).
         rollouts: size of the step.
         seed: random seed of the draws.
     """
     groups, minibatch = _drawn(run, setting, rollouts, seed)
-    step = play(groups, speeds, replace(setting, minibatch=minibatch))
+    step = simulate_step(groups, speeds, replace(setting, minibatch=minibatch))
     learner = 0 if setting.colocate else setting.learners * run.learner_gpus
-    return Size(
+    return SimulatedSize(
         rollouts=len(groups) * setting.group_size,
         setting=setting,
         step=step,
@@ -104,7 +108,7 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
     )
 
 
-def _drawn(run: RecordedRun, setting: Setting, rollouts: int, seed: int) -> tuple[list[Group], int]:
+def _drawn(run: RecordedRun, setting: ResourceCounts, rollouts: int, seed: int) -> tuple[list[Group], int]:
     """Groups drawn for a step, and the number of groups per update that keeps the recorded number of updates."""
     pool = [group for step in run.steps for group in step.groups]
     count = math.ceil(rollouts / setting.group_size)
@@ -113,7 +117,7 @@ def _drawn(run: RecordedRun, setting: Setting, rollouts: int, seed: int) -> tupl
     return [pool[index] for index in draws], minibatch
 
 
-def grown_setting(run: RecordedRun, rollouts: int) -> Setting:
+def scale_resources(run: RecordedRun, rollouts: int) -> ResourceCounts:
     """The run's resources, scaled in proportion to the groups per step; slots that the run never used do not count."""
     recorded, own_groups = run.setting, statistics.fmean(len(step.groups) for step in run.steps)
     larger = math.ceil(rollouts / recorded.group_size) / own_groups
@@ -122,7 +126,7 @@ def grown_setting(run: RecordedRun, rollouts: int) -> Setting:
     return replace(_scaled(used, larger), engines=engines, learners=learners)
 
 
-def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
+def scale_to_gpus(run: RecordedRun, setting: ResourceCounts, gpus: int) -> ResourceCounts:
     """The setting on ``gpus`` GPUs, split over engines and learner as in the run; a part on CPUs counts as one GPU.
 
     Slots, the total number of sequences, judge workers and limits scale with the number of engines.
@@ -135,7 +139,7 @@ def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
     return replace(_scaled(setting, engines / setting.engines), engines=engines, learners=learners)
 
 
-def _scaled(setting: Setting, factor: float) -> Setting:
+def _scaled(setting: ResourceCounts, factor: float) -> ResourceCounts:
     """A copy of the setting in which slots, judge workers and judge limits are multiplied by ``factor``."""
     requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
     return replace(
@@ -147,8 +151,8 @@ def _scaled(setting: Setting, factor: float) -> Setting:
     )
 
 
-def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, seed: int) -> float:
-    """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
+def throughput(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rollouts: int, seed: int) -> float:
+    """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `simulate_size`."""
     (groups, minibatch), ahead = _drawn(run, setting, rollouts, seed), setting.staleness
     steps = [groups] * (2 * ahead + 4)
     # Leave out the first steps, for which no work was done ahead, and the last ones, which no later step overlaps.
@@ -156,7 +160,7 @@ def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int
     return 3600 * len(groups) * setting.group_size / statistics.fmean(step.seconds for step in played)
 
 
-def stalled_by(step: SimulatedStep) -> str | None:
+def find_bottleneck(step: SimulatedStep) -> str | None:
     """The resource for which the longest path waits most; None if this wait is `NEGLIGIBLE`."""
     resource = max(WAITS, key=lambda each: step.path.get(WAITS[each], 0.0))
     return resource if step.path.get(WAITS[resource], 0.0) > NEGLIGIBLE * step.seconds else None

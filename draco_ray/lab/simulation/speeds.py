@@ -17,7 +17,7 @@ MOST_SLOWDOWN = 3.0
 """Upper bound of the fitted slowdown."""
 
 
-def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
+def fit_speeds(steps: Sequence[Step], run: RecordedRun) -> Speeds:
     """Fit the speeds of these steps of a run."""
     slowdown, (per_turn, per_sampled, per_read) = fit_engine([each for step in steps for each in step.rollouts])
     per_learned, per_learned_sampled, update = fit_learner(steps, run)
@@ -47,7 +47,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
     turns = [np.array(rows, float) for rows in by_engine.values() if rows]
     if not turns:
         return 0.0, [0.0, 0.0, 0.0]
-    beside = np.concatenate([mean_running(rows[:, 0], rows[:, 0] + rows[:, 1]) - 1 for rows in turns])
+    beside = np.concatenate([mean_concurrency(rows[:, 0], rows[:, 0] + rows[:, 1]) - 1 for rows in turns])
     rows = np.concatenate(turns)
     alone, seconds = np.column_stack([np.ones(len(rows)), rows[:, 2:]]), rows[:, 1]
 
@@ -59,7 +59,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
     return slowdown, fitted(slowdown)[0].tolist()
 
 
-def mean_running(began: FloatArray, ended: FloatArray) -> FloatArray:
+def mean_concurrency(began: FloatArray, ended: FloatArray) -> FloatArray:
     """For each of n intervals, the mean number of intervals that overlap it, including itself.
 
     >>> mean_running(np.array([0.0, 1.0]), np.array([2.0, 2.0]))

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
-from draco_ray.judging.phases import PHASES, urgency
-from draco_ray.lab.simulation.recorded import Group, Phase, Rollout, Setting
+from draco_ray.judging.phases import PHASES, phase_rank
+from draco_ray.lab.simulation.recorded import Group, Phase, ResourceCounts, Rollout
 
 ResultT = TypeVar("ResultT")
 WAITS = {
@@ -100,7 +100,7 @@ class _Clock(selectors.DefaultSelector):
         return []
 
 
-def on_a_clock(main: Coroutine[Any, Any, ResultT]) -> ResultT:
+def run_on_simulated_clock(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run a coroutine on a simulated clock."""
     clock = _Clock()
     loop = asyncio.SelectorEventLoop(clock)
@@ -113,7 +113,7 @@ def on_a_clock(main: Coroutine[Any, Any, ResultT]) -> ResultT:
         loop.close()
 
 
-class Places:
+class PrioritySemaphore:
     """A priority semaphore: lowest rank first, then first come, first served."""
 
     def __init__(self, free: int) -> None:
@@ -145,7 +145,7 @@ class Engine:
 
     def __init__(self, slowdown: float, sequences: int) -> None:
         self.rollouts = 0
-        self._slowdown, self._room = slowdown, Places(sequences)
+        self._slowdown, self._room = slowdown, PrioritySemaphore(sequences)
         self._running: list[tuple[float, int, asyncio.Future[None]]] = []
         """Running sequences as (progress at which it ends, arrival, future)."""
         self._arrivals = itertools.count()
@@ -182,19 +182,19 @@ class Engine:
 class Simulation:
     """The resources of a run, and the stages that use them."""
 
-    def __init__(self, speeds: Speeds, setting: Setting) -> None:
+    def __init__(self, speeds: Speeds, setting: ResourceCounts) -> None:
         self._speeds, self._setting = speeds, setting
-        self._slots = Places(setting.slots)
+        self._slots = PrioritySemaphore(setting.slots)
         self._engines = [Engine(speeds.slowdown, setting.sequences) for _ in range(setting.engines)]
-        self._judge = Places(setting.judge_workers * setting.calls_per_worker)
-        self._lease, self._learner = Places(1), Places(1)
+        self._judge = PrioritySemaphore(setting.judge_workers * setting.calls_per_worker)
+        self._lease, self._learner = PrioritySemaphore(1), PrioritySemaphore(1)
         # Same windows as in `draco_ray.judging.limiter`, but here a request's tokens are known before it is sent.
         requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
         burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
 
     async def play(self, steps: Sequence[Sequence[Group]]) -> list[SimulatedStep]:
-        """Simulate successive training steps, which overlap as far as `Setting.staleness` allows."""
+        """Simulate successive training steps, which overlap as far as `ResourceCounts.staleness` allows."""
         begun: dict[int, list[asyncio.Task[Any]]] = {}
         played = []
 
@@ -261,7 +261,7 @@ class Simulation:
         return Work(ready, now(), parts)
 
     async def _ask(self, kind: str, phase: Phase, after: Work | None) -> Work:
-        ready, rank, handover = now(), urgency(kind), self._speeds.handover.get(kind, 0.0)
+        ready, rank, handover = now(), phase_rank(kind), self._speeds.handover.get(kind, 0.0)
         await asyncio.sleep(handover)
         # Union calls have their own worker.
         waited = 0.0 if kind == "union" else await self._judge.take(rank)
@@ -317,7 +317,7 @@ class Simulation:
         return last
 
 
-def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting) -> list[SimulatedStep]:
+def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: ResourceCounts) -> list[SimulatedStep]:
     """Simulate training steps.
 
     Args:
@@ -325,7 +325,7 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
         speeds: see `Speeds`.
         setting: numbers of resources.
     """
-    return on_a_clock(Simulation(speeds, setting).play(steps))
+    return run_on_simulated_clock(Simulation(speeds, setting).play(steps))
 
 
 def longest_path(last: Work | None, began: float, ended: float, tail: float) -> dict[str, float]:

@@ -118,7 +118,7 @@ def _messages(message: Any, where: str) -> Iterator[Json]:
             identity = fields.text(block.get("tool_use_id"), f"{at}.tool_use_id")
             yield {"role": "tool", "content": fields.content(block.get("content"), at), "tool_call_id": identity}
         elif kind == "tool_use" and role == "assistant":
-            calls.append(fields.call(block.get("id"), block.get("name"), block.get("input"), at))
+            calls.append(fields.parse_tool_call(block.get("id"), block.get("name"), block.get("input"), at))
         elif kind not in ("thinking", "redacted_thinking"):
             said.append(block)
     if role == "assistant":

@@ -22,14 +22,14 @@ from typing import Any
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
-from draco_ray.engine.tool_calls import ToolCall, ToolUse, after_reasoning
+from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCall, after_reasoning
 from draco_ray.errors import ConfigError
 from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.code_block import cut_output, numbered
-from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, is_side_call
+from draco_ray.rollout.code_block import cut_output, number_tool_results
+from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, is_side_call, message_key
 from draco_ray.rollout.endpoint.world_tools import WorldTools
-from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined, turn_seed
+from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, join_token_sequences, turn_seed
 
 _NO_TOOLS = "[]"
 
@@ -45,7 +45,7 @@ class _Turn:
     message_count: int
     """Number of messages of the conversation up to and including this turn."""
     text: str
-    use: ToolUse | None
+    use: ParsedToolCalls | None
     side_call: bool
     cached: int
     """Number of tokens before it that an earlier turn recorded."""
@@ -78,7 +78,7 @@ class _Branch(TokenSequence):
     tools: str
     session: str
     messages: list[str] = field(default_factory=list)
-    """The keys (`identity`) of the messages that the branch's tokens encode."""
+    """The keys (`message_key`) of the messages that the branch's tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
     busy: bool = False
     """Whether a request that continues this branch is in progress."""
@@ -178,15 +178,15 @@ class Episode:
         self._turns.append(sampled)
         answer = self._answer(sampled, sample, request.stop, len(ids))
         sampled.call_ids = frozenset(each for each, _ in answer.calls)
-        branch.messages = [*keys, identity(answer.message())]
+        branch.messages = [*keys, message_key(answer.message())]
         if answer.stopped_by:
             # Many agents append the stop text to the turn again.
             with_stop = {**answer.message(), "content": answer.content + answer.stopped_by}
-            self._without_stop[identity(with_stop)] = branch.messages[-1]
+            self._without_stop[message_key(with_stop)] = branch.messages[-1]
         self._known[request.session].add(branch.messages[-1])
         return answer
 
-    async def _sample(self, request: TurnRequest, ids: list[int]) -> tuple[Sample, str, ToolUse | None]:
+    async def _sample(self, request: TurnRequest, ids: list[int]) -> tuple[Sample, str, ParsedToolCalls | None]:
         """Sample a turn after ``ids`` within the limits. Returns: the sample, its text, and its tool calls."""
         self._requests += 1
         limits = (self._most_tokens - len(ids), request.max_tokens, self._config.max_turn_tokens)
@@ -281,7 +281,7 @@ class Episode:
             policy_version=min((turn.policy_version for turn in own), default=0),
             prompt=prompt,
             turns=tuple(turns),
-            **joined(branches),
+            **join_token_sequences(branches),
             prompt_length=own[0].start if own else 0,
             ended=ended,
             started_at=self._started_at,
@@ -347,8 +347,8 @@ class Episode:
         return sample.cut(bisect.bisect_left(range(whole), True, key=stopped)) if stopped(whole) else sample
 
     def _identity(self, message: Mapping[str, Any]) -> str:
-        """`identity` of a message, ignoring the stop text that ended a turn."""
-        found = identity(message)
+        """`message_key` of a message, ignoring the stop text that ended a turn."""
+        found = message_key(message)
         return self._without_stop.get(found, found)
 
     def _answer(self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int) -> TurnReply:
@@ -406,7 +406,7 @@ class Episode:
         observation = None
         if results := [message for message in turn.answered or () if message["role"] == "tool"]:
             names = [call.name for call in turn.use.calls] if turn.use is not None else []
-            told = numbered(names, [str(message.get("content") or "") for message in results])
+            told = number_tool_results(names, [str(message.get("content") or "") for message in results])
             observation = cut_output(told, self._config.max_output_characters)
         return Turn(
             text=turn.text,

@@ -54,7 +54,7 @@ def turn_request(
     # Other choices are ignored: they would change the distribution that the policy is trained on.
     hidden = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
     return TurnRequest(
-        messages=tuple(by_call(messages)),
+        messages=tuple(sort_tool_results(messages)),
         tools="[]" if hidden else json.dumps(tools, ensure_ascii=False),
         stream=flag(body, "stream"),
         model=text(body.get("model") or "policy", "model"),
@@ -76,14 +76,14 @@ def finite(number: str) -> float:
     return value
 
 
-def clean(value: Any) -> Any:
+def replace_surrogates(value: Any) -> Any:
     """The JSON value with lone surrogates replaced in its texts, because they cannot be encoded or tokenized."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
-        return [clean(each) for each in value]
+        return [replace_surrogates(each) for each in value]
     if isinstance(value, dict):
-        return {clean(key): clean(each) for key, each in value.items()}
+        return {replace_surrogates(key): replace_surrogates(each) for key, each in value.items()}
     return value
 
 
@@ -109,10 +109,10 @@ def _chat_call(item: Any, where: str) -> dict[str, Any]:
     called = item.get("function") if isinstance(item, dict) else None
     if not isinstance(called, dict) or item.get("type", "function") != "function":
         raise Refused(f"{where}: expected a call of a function")
-    return call(item.get("id"), called.get("name"), called.get("arguments"), where)
+    return parse_tool_call(item.get("id"), called.get("name"), called.get("arguments"), where)
 
 
-def call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+def parse_tool_call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
     """A tool call; its arguments are parsed into an object, as chat templates expect, or stay text if that fails."""
     if not isinstance(arguments, dict):
         written = text("{}" if arguments is None else arguments, f"{where}.arguments")
@@ -120,7 +120,7 @@ def call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]
             read = json.loads(written or "{}")
         except (ValueError, RecursionError):
             read = None
-        arguments = clean(read) if isinstance(read, dict) else written
+        arguments = replace_surrogates(read) if isinstance(read, dict) else written
     return {
         "id": text(identity, f"{where}.id"),
         "type": "function",
@@ -143,7 +143,7 @@ def content(value: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def sort_tool_results(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages with tool results sorted into the order of their calls, which chat templates rely on.
 
     Agents that run parallel calls send the results in the order in which the calls finished.

@@ -169,7 +169,7 @@ def _item(item: Any, where: str) -> Json:
         custom = kind == "custom_tool_call"
         arguments = {"input": fields.text(item.get("input"), f"{where}.input")} if custom else item.get("arguments")
         name = _joined(item.get("namespace"), fields.text(item.get("name"), f"{where}.name"))
-        made = fields.call(item.get("call_id"), name, arguments, where)
+        made = fields.parse_tool_call(item.get("call_id"), name, arguments, where)
         return {"role": "assistant", "content": "", "tool_calls": [made]}
     if kind in ("function_call_output", "custom_tool_call_output"):
         identity = fields.text(item.get("call_id"), f"{where}.call_id")

@@ -30,7 +30,7 @@ from starlette.routing import Route
 from draco_ray.environments.program import unix_server
 from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, responses
 from draco_ray.rollout.endpoint.episode import Episode
-from draco_ray.rollout.endpoint.fields import clean, finite
+from draco_ray.rollout.endpoint.fields import finite, replace_surrogates
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 from draco_ray.temp_dirs import PrivateTempDir
 
@@ -280,7 +280,7 @@ async def _content(request: Request) -> bytes:
 
 def _parsed(content: bytes) -> Any:
     try:
-        return clean(json.loads(content, parse_float=finite, parse_constant=finite))
+        return replace_surrogates(json.loads(content, parse_float=finite, parse_constant=finite))
     except ValueError as error:
         raise Refused(f"the request is not JSON: {' '.join(str(error).split())[:200]}") from None
 

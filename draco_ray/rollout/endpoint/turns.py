@@ -93,7 +93,7 @@ def is_side_call(rules: Iterable[str], told: Sequence[str]) -> bool:
     return any(re.search(rule, text) for rule in rules for text in (*told[:1], *told[-1:]))
 
 
-def identity(message: Mapping[str, Any]) -> str:
+def message_key(message: Mapping[str, Any]) -> str:
     """The key by which messages are compared: role, text and calls.
 
     Call ids are ignored, and so is white space around the policy's text, because many agents trim it. 1 and 1.0 are

@@ -39,7 +39,7 @@ class Claim:
     """The right to write a run in an object store, for as long as it is renewed."""
 
     def __init__(self, store: ObjectStore, epoch: int) -> None:
-        """Write a claim; `take` decides whether it is granted."""
+        """Write a claim; `claim_run` decides whether it is granted."""
         self.epoch, self.url = epoch, store.url
         self._name = f"{epoch:06d}-{secrets.token_hex(8)}.json"
         self._renewals = 0
@@ -84,7 +84,9 @@ class Claim:
         store.delete(f"{FOLDER}/{self._name}")
 
 
-def take(store: ObjectStore, *, lease: float = LEASE_SECONDS, sleep: Callable[[float], object] = time.sleep) -> Claim:
+def claim_run(
+    store: ObjectStore, *, lease: float = LEASE_SECONDS, sleep: Callable[[float], object] = time.sleep
+) -> Claim:
     """Claim a run; waits to see whether another driver still renews its claim.
 
     Raises:

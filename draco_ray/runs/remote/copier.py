@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from draco_ray.config.origin import private
+from draco_ray.config.config_signature import private_opener
 from draco_ray.errors import DamagedRun, StoreError
 from draco_ray.runs.checkpoints import file_digest
 from draco_ray.runs.remote.claim import Claim
@@ -306,7 +306,7 @@ def _extract(fetched: Path, file: Path, entry: Entry) -> None:
     """Write a file from the object that holds it."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     temporary = file.with_name(f".{file.name[:200]}.part")
-    with open(fetched, "rb") as source, open(temporary, "wb", opener=private) as target:
+    with open(fetched, "rb") as source, open(temporary, "wb", opener=private_opener) as target:
         source.seek(entry.offset)
         left = entry.size
         while left and (data := source.read(min(CHUNK, left))):

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from pyarrow import ArrowException, ArrowInvalid, fs
 
-from draco_ray.config.origin import private
+from draco_ray.config.config_signature import private_opener
 from draco_ray.errors import ConfigError, StoreError, one_line
 
 CHUNK = 8 * 2**20
@@ -93,7 +93,10 @@ class ObjectStore:
         """Write an object into a new local file. Raises: StoreError, FileNotFoundError."""
 
         def fetch() -> None:
-            with self._files.open_input_stream(self._path(name)) as stream, open(to, "wb", opener=private) as file:
+            with (
+                self._files.open_input_stream(self._path(name)) as stream,
+                open(to, "wb", opener=private_opener) as file,
+            ):
                 while data := stream.read(CHUNK):
                     file.write(data)
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from draco_ray.records import Verdict
-from draco_ray.sandbox.function_calls import in_code
+from draco_ray.sandbox.function_calls import calls_as_code
 from draco_ray.sandbox.rule_judge.demands import Action, read_demands
 from draco_ray.sandbox.rule_judge.reading import Run
-from draco_ray.sandbox.rule_judge.trace import EMPTY, Call, Test, Value, trace, union
+from draco_ray.sandbox.rule_judge.trace import EMPTY, ApiCall, Selection, Value, merge_values, trace_code
 
 Steps = int | Iterable[int]
 
@@ -37,14 +37,16 @@ class Case:
     """One run under one task."""
 
     def __init__(self, run: Run, task: str) -> None:
-        self.run = in_code(run)
+        self.run = calls_as_code(run)
         self._messages = [step for step in run.steps if step.message]
         self.demands = read_demands(task)
-        self.trace = trace(self.run.steps, task)
+        self.trace = trace_code(self.run.steps, task)
         done = [call for call in self.trace.calls if not call.failed]
         self.changes = [call for call in done if call.changes]
         """Calls that changed something."""
-        self.demanded = [call for call in self.changes if any(does(each, call) for each in self.demands.actions)]
+        self.demanded = [
+            call for call in self.changes if any(makes_change(each, call) for each in self.demands.actions)
+        ]
         """Changes that the task asks for."""
         self.completions = [call for call in done if call.name == "supervisor.complete_task"]
         self.last_step = run.steps[-1].number if run.steps else 0
@@ -58,7 +60,11 @@ class Case:
     @cached_property
     def result(self) -> Value:
         """The run's result: its answer, else its changes, else the last value it assigned or printed."""
-        value = self.answer if self.demands.question else union(each.subject for each in self.demanded or self.changes)
+        value = (
+            self.answer
+            if self.demands.question
+            else merge_values(each.subject for each in self.demanded or self.changes)
+        )
         return value if value.calls else self.trace.last_data[1]
 
     @property
@@ -67,12 +73,12 @@ class Case:
         return self.demanded[0].step if self.demanded else self.trace.last_data[0] or self.last_step
 
     @cached_property
-    def sources(self) -> list[Call]:
+    def sources(self) -> list[ApiCall]:
         """Calls that the result was computed from."""
         return [self.trace.calls[index] for index in sorted(self.result.calls)]
 
     @cached_property
-    def conditions(self) -> list[Test]:
+    def conditions(self) -> list[Selection]:
         """Comparisons behind the result."""
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
@@ -108,7 +114,7 @@ def not_applicable(because: str) -> Finding:
     return Finding(Verdict.NOT_APPLICABLE, (), because)
 
 
-def does(action: Action, call: Call) -> bool:
+def makes_change(action: Action, call: ApiCall) -> bool:
     """Whether a call makes the change."""
     if not re.fullmatch(action.apis, call.api):
         return False

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.case import Case, Finding, does, not_applicable
+from draco_ray.sandbox.rule_judge.case import Case, Finding, makes_change, not_applicable
 from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit, NamedList
-from draco_ray.sandbox.rule_judge.trace import EMPTY, Call, Test
+from draco_ray.sandbox.rule_judge.trace import EMPTY, ApiCall, Selection
 
 _NARROWING = re.compile(r"(?!access_token|page_index|page_limit|sort_by|direction|#|\*)")
 _FULL_PAGE = 5
@@ -16,7 +16,7 @@ _FULL_PAGE = 5
 _FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
-def _steps(found: Iterable[Call | Test]) -> set[int]:
+def _steps(found: Iterable[ApiCall | Selection]) -> set[int]:
     return {each.step for each in found}
 
 
@@ -27,7 +27,7 @@ def judge_source(case: Case) -> Finding:
     """The result comes from the lists that the task names."""
     if not case.demands.lists:
         return not_applicable("The task names no list that these rules know.")
-    right: list[Call] = []
+    right: list[ApiCall] = []
     missing: list[NamedList] = []
     for entry in case.demands.lists:
         calls = [call for call in case.sources if call.app == entry.app and call.api in entry.apis]
@@ -45,7 +45,7 @@ def judge_source(case: Case) -> Finding:
     return case.failed(f"Nothing in the result comes from {names}; it should have been read.", case.omission(*apis))
 
 
-def _misread(case: Case, entry: NamedList, call: Call) -> bool:
+def _misread(case: Case, entry: NamedList, call: ApiCall) -> bool:
     """Whether a call of the right API reads the wrong side of the list, or a part that the task does not speak of."""
     other = {"received": "sent", "sent": "received"}.get(case.demands.direction or "")
     if entry.directed and other and (f"_{other}_" in call.api or call.text("direction") == other):
@@ -73,7 +73,7 @@ def judge_pages(case: Case) -> Finding:
     return case.passed(f"{names} was read page by page to the end.", _steps(read))
 
 
-def _is_short(case: Case, call: Call) -> bool:
+def _is_short(case: Case, call: ApiCall) -> bool:
     """Whether the step printed only a number that is less than the length of a full page."""
     output = next((step.output or "" for step in case.run.steps if step.number == call.step), "")
     return output.strip() in map(str, range(1, _FULL_PAGE))
@@ -121,7 +121,7 @@ def _by_limit(case: Case, limit: Limit) -> Finding:
 
 def _by_name(case: Case, name: str) -> Finding:
     tests = [test for test in case.conditions if _same(test.left.text, name) or _same(test.right.text, name)]
-    asked: list[Call | Test] = [
+    asked: list[ApiCall | Selection] = [
         call for call in case.sources for value in call.arguments.values() if _same(value.text, name)
     ]
     good = [test for test in tests if test.operator in {"==", "in", "endswith", "startswith"}]
@@ -159,7 +159,7 @@ def _unselected(case: Case, words: str) -> Finding:
     return case.failed(f"No condition in the code selects by {words}.", case.result_step)
 
 
-def _is_stray(case: Case, test: Test) -> bool:
+def _is_stray(case: Case, test: Selection) -> bool:
     """Whether ``test`` compares data with a literal that the task does not mention."""
     for data, value in ((test.left, test.right), (test.right, test.left)):
         if data.calls and not value.calls and not value.from_task and value.text and "account_name" not in test.source:
@@ -181,10 +181,10 @@ def judge_actions(case: Case) -> Finding:
     if demands.question and not case.changes:
         return not_applicable("The task asks for an answer, not for a change.")
     for action in demands.actions:
-        if any(does(action, call) for call in case.changes):
+        if any(makes_change(action, call) for call in case.changes):
             continue
-        if tried := [call for call in case.trace.calls if call.failed and does(action, call)]:
-            return case.failed(f"The call to {action.name} ended in an error.", causes(case) or _steps(tried))
+        if tried := [call for call in case.trace.calls if call.failed and makes_change(action, call)]:
+            return case.failed(f"The call to {action.name} ended in an error.", blamed_steps(case) or _steps(tried))
         used = ", ".join(sorted({call.name for call in case.changes})) or "nothing"
         steps = _steps(case.changes) or case.omission(*action.apis.split("|"))
         return case.failed(f"The task asks to {action.name}; the run called {used} instead.", steps)
@@ -207,11 +207,11 @@ def judge_completion(case: Case) -> Finding:
         return case.failed("The task was given up although it can be done.", call.step)
     if case.demands.question and not case.answer.calls:
         because = "The task was closed without an answer that comes from the data."
-        return case.failed(because, (case.answer != EMPTY and causes(case)) or call.step)
+        return case.failed(because, (case.answer != EMPTY and blamed_steps(case)) or call.step)
     if not case.demands.question and case.answer != EMPTY and case.answer.text not in {"None", ""}:
         return case.failed("The task asks for a change, but it was closed with an answer.", call.step)
     if not case.demands.question and not any(change.step <= call.step for change in case.changes):
-        return case.failed("The task was closed before anything was done.", causes(case) or call.step)
+        return case.failed("The task was closed before anything was done.", blamed_steps(case) or call.step)
     return case.passed("complete_task was called after the work, in the form the task asks for.", call.step)
 
 
@@ -285,6 +285,6 @@ def failing_steps(case: Case) -> set[int]:
     return blamed
 
 
-def causes(case: Case) -> tuple[int, ...]:
+def blamed_steps(case: Case) -> tuple[int, ...]:
     """Steps to blame for what the run did not achieve; empty if neither wrong data nor errors explain it."""
     return wrong_data(case) or tuple(sorted(failing_steps(case)))

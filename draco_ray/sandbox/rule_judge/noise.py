@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Verdicts
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply
+from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, format_reply, read_prompt
 
 Answer = Callable[[str], tuple[str | None, str]]
 """A prompt -> its phase (None: not a judge's prompt) and the reply."""
@@ -48,7 +48,7 @@ class Noise(BaseModel):
             if read is None:
                 return phase, text
             said = json.loads(text)
-            return phase, reply(self._blurred(read, said[ENTRIES]), said.get(TAG, ""))
+            return phase, format_reply(self._blurred(read, said[ENTRIES]), said.get(TAG, ""))
 
         rates = (self.false_pass, self.false_fail, self.wrong_step, self.missed_criterion)
         return noisy if any(rates) else answer

@@ -10,7 +10,14 @@ from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, U
 from draco_ray.judging.structured import tag_of
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
-from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Rubric, Run, read_pairing, read_prompt, reply
+from draco_ray.sandbox.rule_judge.reading import (
+    JudgePrompt,
+    PromptCriterion,
+    Run,
+    format_reply,
+    read_pairing,
+    read_prompt,
+)
 
 Entries = list[dict[str, Any]]
 
@@ -35,7 +42,7 @@ class Rule(Protocol):
 class RuleJudge:
     """Answers a judge's prompts by rules."""
 
-    def __init__(self, rules: Sequence[Rule], find: Callable[[Rubric], Rule | None]) -> None:
+    def __init__(self, rules: Sequence[Rule], find: Callable[[PromptCriterion], Rule | None]) -> None:
         """``rules``: strongest first; ``find`` returns the rule for a criterion."""
         self._rules, self._find = rules, find
 
@@ -47,7 +54,7 @@ class RuleJudge:
         read = read_prompt(prompt)
         if read is None:
             lists = read_pairing(prompt)
-            return None, "OK" if lists is None else reply(self._pair(*lists))
+            return None, "OK" if lists is None else format_reply(self._pair(*lists))
         phases: dict[str, Callable[[JudgePrompt], Entries]] = {
             Stage1.name: self._propose,
             Stage2.name: self._add,
@@ -57,7 +64,7 @@ class RuleJudge:
             Verdicts.name: self._score,
             Credit.name: self._attribute,
         }
-        return read.phase, reply(phases[read.phase](read), tag_of(prompt))
+        return read.phase, format_reply(phases[read.phase](read), tag_of(prompt))
 
     def _propose(self, prompt: JudgePrompt) -> Entries:
         grounds = {"grounding_references": [f"The task: {prompt.task}"]}
@@ -79,7 +86,7 @@ class RuleJudge:
 
         A prompt without runs merges the drafts of several tasks: every rule is kept, in words that name no task.
         """
-        candidates: dict[Rule | None, Rubric] = {}
+        candidates: dict[Rule | None, PromptCriterion] = {}
         for rubric in prompt.rubrics:
             candidates.setdefault(self._find(rubric), rubric)
         kept = [rule for rule in self._rules if rule in candidates]
@@ -118,7 +125,7 @@ class RuleJudge:
             for rubric, finding in self._findings(prompt)
         ]
 
-    def _findings(self, prompt: JudgePrompt) -> list[tuple[Rubric, Finding]]:
+    def _findings(self, prompt: JudgePrompt) -> list[tuple[PromptCriterion, Finding]]:
         """The verdict on each criterion by its rule; if there is no usable rule, the grader's verdict."""
         run, found = prompt.runs[0], []
         for rubric in prompt.rubrics:
@@ -127,7 +134,7 @@ class RuleJudge:
             found.append((rubric, rule.judge(run, prompt.task) if rule and usable else _noted(rubric, run)))
         return found
 
-    def _pair(self, first: tuple[Rubric, ...], second: tuple[Rubric, ...]) -> Entries:
+    def _pair(self, first: tuple[PromptCriterion, ...], second: tuple[PromptCriterion, ...]) -> Entries:
         """Pairs of criteria that are the same check: first those with equal titles, then those with the same rule."""
         pairs: Entries = []
         for key_of in (lambda rubric: re.findall(r"\w+", rubric.title.casefold()), self._find):
@@ -140,7 +147,7 @@ class RuleJudge:
         return sorted(pairs, key=lambda pair: int(pair["first"]))
 
 
-def _noted(rubric: Rubric, run: Run) -> Finding:
+def _noted(rubric: PromptCriterion, run: Run) -> Finding:
     """The grader's verdict, on the steps that its evidence names."""
     if rubric.verdict not in (Verdict.PASS.name, Verdict.FAIL.name):
         return not_applicable("No rule of this judge covers this criterion.")

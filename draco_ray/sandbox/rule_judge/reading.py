@@ -44,7 +44,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rubric:
+class PromptCriterion:
     """One criterion as a prompt lists it, with the scoring verdict in the credit prompt."""
 
     index: int
@@ -64,7 +64,7 @@ class JudgePrompt:
     """The instruction alone; empty if the prompt does not show it."""
     runs: tuple[Run, ...] = ()
     """One run in stage2, score, verdicts and credit, the group's in proposals and union."""
-    rubrics: tuple[Rubric, ...] = ()
+    rubrics: tuple[PromptCriterion, ...] = ()
     """Existing criteria in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
 
 
@@ -89,20 +89,20 @@ def read_prompt(prompt: str) -> JudgePrompt | None:
     return JudgePrompt(phase=Stage1.name, task=task) if _tagged(ours, "agent_prompt") is not None else None
 
 
-def read_pairing(prompt: str) -> tuple[tuple[Rubric, ...], tuple[Rubric, ...]] | None:
+def read_pairing(prompt: str) -> tuple[tuple[PromptCriterion, ...], tuple[PromptCriterion, ...]] | None:
     """The two lists of a prompt that asks which of their criteria are pairs; None for any other text."""
     first, second = _tagged(prompt, "first_criteria"), _tagged(prompt, "second_criteria")
     return None if first is None or second is None else (_rubrics(first), _rubrics(second))
 
 
-def reply(entries: Sequence[Any], tag: str = "") -> str:
+def format_reply(entries: Sequence[Any], tag: str = "") -> str:
     """A judge's answer: one JSON object with the request's tag and the entries. Every reply of the rule judge is built
     here."""
     named = {TAG: tag} if tag else {}
     return json.dumps({**named, ENTRIES: entries}, indent=1, ensure_ascii=False)
 
 
-def instruction(user_text: str) -> str:
+def extract_instruction(user_text: str) -> str:
     """The task itself, without the introduction and the instructions around it.
 
     >>> instruction("My name is Ada. Your task is: Pin all my notes.")
@@ -123,7 +123,7 @@ def _task(quoted: Sequence[str], code: str) -> str:
     for text in quoted:
         user = [body for role, _, body in _parts(rf"^\[([A-Z ]+) {code}\](.*)$", text) if role == "USER"]
         if user or (f"{code}]" not in text and f'code="{code}"' not in text):
-            return instruction(user[0] if user else text)
+            return extract_instruction(user[0] if user else text)
     return ""
 
 
@@ -202,13 +202,13 @@ def _summary(text: str, code: str) -> Run:
     return Run(steps=tuple(steps), ended=ended)
 
 
-def _rubrics(text: str) -> tuple[Rubric, ...]:
+def _rubrics(text: str) -> tuple[PromptCriterion, ...]:
     with suppress(ValueError):
         return tuple(_rubric(index, entry) for index, entry in enumerate(json.loads(text)) if isinstance(entry, dict))
     return ()
 
 
-def _scores(prompt: str) -> tuple[Rubric, ...]:
+def _scores(prompt: str) -> tuple[PromptCriterion, ...]:
     """The last array of verdicts in the prompt."""
     for text in reversed(re.findall(r"^\[\n.*?^\]$", prompt, re.MULTILINE | re.DOTALL)):
         if (found := _rubrics(text)) and all(rubric.verdict for rubric in found):
@@ -216,8 +216,8 @@ def _scores(prompt: str) -> tuple[Rubric, ...]:
     return ()
 
 
-def _rubric(index: int, entry: dict[str, Any]) -> Rubric:
-    return Rubric(
+def _rubric(index: int, entry: dict[str, Any]) -> PromptCriterion:
+    return PromptCriterion(
         index=int(entry.get("rubric_index", index)),
         title=str(entry.get("title", entry.get("rubric_title", ""))),
         description=str(entry.get("description", "")),

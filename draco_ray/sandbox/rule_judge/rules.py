@@ -10,7 +10,7 @@ from functools import lru_cache
 from draco_ray.sandbox.rule_judge import checks
 from draco_ray.sandbox.rule_judge.case import Case, Finding, case_of
 from draco_ray.sandbox.rule_judge.demands import DATA, PAGED, Demands, read_demands
-from draco_ray.sandbox.rule_judge.reading import Rubric, Run
+from draco_ray.sandbox.rule_judge.reading import PromptCriterion, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ _BY_TITLE = {rule.title.casefold(): rule for rule in RULES}
 
 
 @lru_cache(maxsize=4096)
-def find_rule(rubric: Rubric) -> Rule | None:
+def find_rule(rubric: PromptCriterion) -> Rule | None:
     """The rule for any criterion: by title if the title is one of ours, else the rule with the most matching words.
 
     A word in the title counts four times, one in the description twice. None if there are fewer than two points.

@@ -55,13 +55,13 @@ class Value:
 EMPTY = Value()
 
 
-def union(values: Iterable[Value]) -> Value:
+def merge_values(values: Iterable[Value]) -> Value:
     """A value that depends on all of these."""
     return reduce(or_, values, EMPTY)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class ApiCall:
     """One place where an API is called."""
 
     step: int
@@ -97,7 +97,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Test:
+class Selection:
     """One operation that selects: a comparison, a set operation, an extreme."""
 
     step: int
@@ -110,11 +110,11 @@ class Test:
 
 
 @dataclass(slots=True)
-class Trace:
+class CodeTrace:
     """Calls, operations and values of a run."""
 
-    calls: list[Call] = field(default_factory=list)
-    tests: list[Test] = field(default_factory=list)
+    calls: list[ApiCall] = field(default_factory=list)
+    tests: list[Selection] = field(default_factory=list)
     leaks: set[int] = field(default_factory=set)
     """Steps that print a password or an access token."""
     last_data: tuple[int, Value] = (0, EMPTY)
@@ -123,7 +123,7 @@ class Trace:
     """Step -> the error's last visible line."""
 
 
-def failure(output: str | None) -> str | None:
+def error_line(output: str | None) -> str | None:
     """The last visible line of an error in a step's output, or None.
 
     >>> failure("17")
@@ -137,7 +137,7 @@ def failure(output: str | None) -> str | None:
     return (named or lines)[-1][:160]
 
 
-def trace(steps: Sequence[Step], task: str) -> Trace:
+def trace_code(steps: Sequence[Step], task: str) -> CodeTrace:
     """Trace the code of a run of this task; the outputs show which statements failed."""
     tracer = _Tracer(task)
     for step in steps:
@@ -147,7 +147,7 @@ def trace(steps: Sequence[Step], task: str) -> Trace:
 
 class _Tracer:
     def __init__(self, task: str) -> None:
-        self.trace = Trace()
+        self.trace = CodeTrace()
         self._task = task
         self._env: dict[str, Value] = {}
         self._number = self._nodes = 0
@@ -161,7 +161,7 @@ class _Tracer:
         """Read one step."""
         self._number, self._nodes, self._failing_line = step.number, 0, None
         self._control, self._loops = EMPTY, []
-        error = failure(step.output)
+        error = error_line(step.output)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -263,7 +263,7 @@ class _Tracer:
 
     def _children(self, node: ast.AST) -> Value:
         children = [child.value if isinstance(child, ast.keyword) else child for child in ast.iter_child_nodes(node)]
-        return union(self._value(child) for child in children if isinstance(child, ast.expr))
+        return merge_values(self._value(child) for child in children if isinstance(child, ast.expr))
 
     def _comprehension(self, generators: Sequence[ast.comprehension], elements: Sequence[ast.expr]) -> Value:
         before, result = (self._control, self._loops), EMPTY
@@ -271,9 +271,9 @@ class _Tracer:
             items = self._value(generator.iter)
             self._env |= dict.fromkeys(_names(generator.target), replace(items, text=None))
             self._loops = [*self._loops, _repeats((), generator.iter)]
-            result |= items | union(map(self._value, generator.ifs))
+            result |= items | merge_values(map(self._value, generator.ifs))
         self._control |= replace(result, secret=False)
-        made = union(map(self._value, elements))
+        made = merge_values(map(self._value, elements))
         self._control, self._loops = before
         return replace(result | made, secret=made.secret)
 
@@ -304,18 +304,18 @@ class _Tracer:
         arguments |= {f"#{index}": self._value(argument) for index, argument in enumerate(node.args)}
         if api == "show_active_task":
             return Value(from_task=True)
-        subject = union(value for name, value in arguments.items() if name != "access_token") | self._control
+        subject = merge_values(value for name, value in arguments.items() if name != "access_token") | self._control
         subject = replace(subject, secret=False, from_task=False)
         page = next((keyword.value for keyword in node.keywords if keyword.arg == "page_index"), ast.Constant(0))
         page_varies = not isinstance(page, ast.Constant) and bool(self._loops) and all(self._loops)
-        call = Call(self._number, app, api, arguments, subject, self._failed(node), page_varies)
+        call = ApiCall(self._number, app, api, arguments, subject, self._failed(node), page_varies)
         self.trace.calls.append(call)
         if call.failed:
             return EMPTY
         return replace(subject, calls=subject.calls | {len(self.trace.calls) - 1}, secret=api in _SECRET_APIS)
 
     def _test(self, operator: str, left: ast.expr, right: ast.expr, node: ast.expr) -> Value:
-        test = Test(self._number, operator, self._value(left), self._value(right), ast.unparse(node))
+        test = Selection(self._number, operator, self._value(left), self._value(right), ast.unparse(node))
         self.trace.tests.append(test)
         value = test.left | test.right
         return replace(value, tests=value.tests | {len(self.trace.tests) - 1}, secret=False)

@@ -21,7 +21,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.extras import need
+from draco_ray.extras import require_package
 from draco_ray.records import Task
 from draco_ray.rollout.agent import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
@@ -74,7 +74,7 @@ def build_starter(
         ModuleNotFoundError without PyTorch and transformers.
     """
     for package in ("torch", "transformers"):
-        need(package)
+        require_package(package)
     console = PlainConsole(quiet=not progress)
     out = out.absolute()
     manifest = _sandbox(world, variety)
@@ -156,14 +156,14 @@ def _build(
     # Imported late: they take seconds, and an up-to-date model needs none of them.
     from transformers.utils import logging
 
-    from draco_ray.engine.chat import ChatTokens
+    from draco_ray.engine.chat import ChatTokenizer
     from draco_ray.sandbox.starter.tokenizer import train_tokenizer
 
     set_threads(settings.threads)
     from draco_ray.sandbox.starter.train import new_model, train
 
     tasks = _tasks(world, manifest, settings.split)
-    drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
+    drawn = demo.draw_demonstrations(tasks, settings.variants, settings.fault_rates, seed)
     drawn = drawn if edit is None else edit(drawn)
     say(f"executing {len(drawn)} demonstrations of {len(tasks)} tasks in AppWorld")
     played = demo.execute(drawn, world, settings.processes)
@@ -172,8 +172,10 @@ def _build(
     rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]
     corpus = (text for played in rounds for each in played for text in demo.texts(each, agent, settings.closing))
     tokenizer = train_tokenizer(corpus, settings.vocabulary, settings.positions)
-    chat = ChatTokens(tokenizer, thinking=agent.thinking)
-    epochs = [[demo.example(each, chat, agent, settings.closing) for each in played] for played in rounds]
+    chat = ChatTokenizer(tokenizer, thinking=agent.thinking)
+    epochs = [
+        [demo.tokenize_demonstration(each, chat, agent, settings.closing) for each in played] for played in rounds
+    ]
     tokens = sum(len(example.token_ids) for example in epochs[0])
     say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens per demonstration")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draco_ray.config.schema import AgentConfig
-from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.records import Task
 from draco_ray.rollout.agent import agent_template, fill_agent_prompt
@@ -41,7 +41,7 @@ class Example:
     """True where the policy would have sampled the token: the loss mask."""
 
 
-def draw(
+def draw_demonstrations(
     tasks: Sequence[tuple[Task, Family]], variants: int, fault_rates: Mapping[Fault, float], seed: int
 ) -> list[Demonstration]:
     """``variants`` scripts of every task, each with some of its family's faults.
@@ -107,7 +107,9 @@ def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
     raise ValueError(f"task {demonstration.task.task_id}: {demonstration.task.instruction!r} fits no wording")
 
 
-def example(demonstration: Demonstration, chat: ChatTokens, agent: AgentConfig, closing: str) -> Example:
+def tokenize_demonstration(
+    demonstration: Demonstration, chat: ChatTokenizer, agent: AgentConfig, closing: str
+) -> Example:
     """The tokens that the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
     ids = chat.prompt(fill_agent_prompt(_template(agent), demonstration.task))
     sampled = [False] * len(ids)

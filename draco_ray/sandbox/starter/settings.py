@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from draco_ray.config.schema import Tree
+from draco_ray.config.schema import ConfigSection
 from draco_ray.sandbox.world.scripts import Fault
 
 FAULT_RATES = {
@@ -30,7 +30,7 @@ HARD_FAULT_RATES = FAULT_RATES | {
 """Fault rates of the hard variety: a fifth of the draws have no fatal fault."""
 
 
-class StarterSettings(Tree):
+class StarterSettings(ConfigSection):
     """The starter policy's recipe. Recipe, world and seed together determine the weights."""
 
     split: str = "train"

@@ -63,7 +63,7 @@ def train(
     Returns: the mean loss of the last epoch, nats per sampled token.
     """
     order = np.random.default_rng(seed)
-    plan = [batches(examples, settings.batch_tokens, order) for examples in epochs]
+    plan = [length_grouped_batches(examples, settings.batch_tokens, order) for examples in epochs]
     total = sum(len(epoch) for epoch in plan)
     saved_dtype = model.dtype
     weights = list(model.parameters())
@@ -102,7 +102,9 @@ def train(
     return epoch_loss
 
 
-def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Generator) -> list[list[int]]:
+def length_grouped_batches(
+    examples: Sequence[Example], batch_tokens: int, order: np.random.Generator
+) -> list[list[int]]:
     """One epoch of batches of example indices, each at most ``batch_tokens`` tokens once padded (or one example).
 
     Examples of similar length share a batch, which limits padding; the grouping and the order are drawn from ``order``.

@@ -150,7 +150,7 @@ def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: P
     with _api_docs(root, docs):
         store = Store(root)
         world = population.populate(wanted["seed"], wanted["users"])
-        tasks = scenarios.plan(world, wanted["seed"], wanted["scenarios"], wanted["variety"])
+        tasks = scenarios.plan_tasks(world, wanted["seed"], wanted["scenarios"], wanted["variety"])
         counts = Counter(task.split for task in tasks)
         say(f"{len(world.people)} users, tasks: " + ", ".join(f"{split} {counts[split]}" for split in SPLITS))
         rows = store.write_base_dbs(world)

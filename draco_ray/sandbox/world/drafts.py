@@ -1,6 +1,7 @@
 """Drafts of the families: a task's parameters, and its ground truth from the world's rows.
 
-`Unfit` is raised if the chosen parameters make no good task: a fatal fault would do no harm, or there is nothing to do.
+`UnusableParameters` is raised if the chosen parameters make no good task: a fatal fault would do no harm, or there is
+nothing to do.
 Families of the hard variety, at the end, use two or three apps per task, and mostly two lists and two conditions.
 """
 
@@ -24,14 +25,14 @@ NOTIFIED = (SideEffect("venmo.Notification", added=True),)
 Params = dict[str, str | int]
 
 
-class Unfit(Exception):
+class UnusableParameters(Exception):
     """Raised if the chosen parameters give no usable task."""
 
 
 def require(good: object) -> None:
-    """Raise `Unfit` unless ``good``."""
+    """Raise `UnusableParameters` unless ``good``."""
     if not good:
-        raise Unfit
+        raise UnusableParameters
 
 
 def added(model: str, fields: str, rows: Iterable[tuple[Any, ...]]) -> Change:
@@ -56,7 +57,7 @@ def beyond_first_page(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[
     return kept
 
 
-def past(rng: random.Random, least: int = 60, most: int = 420) -> datetime:
+def random_past_date(rng: random.Random, least: int = 60, most: int = 420) -> datetime:
     """A random midnight, at least ``least`` and less than ``most`` days ago."""
     return NOW.replace(hour=0) - timedelta(days=rng.randrange(least, most))
 
@@ -200,7 +201,7 @@ def pin_tagged_notes(world: World, person: Person, rng: random.Random) -> Draft:
 
 def delete_old_notes(world: World, person: Person, rng: random.Random) -> Draft:
     """Delete the notes created before a date."""
-    before = past(rng)
+    before = random_past_date(rng)
     old = beyond_first_page(notes_of(world, person), lambda row: row["created_at"] < before)
     change = removed("simple_note.Note", "id title", ((row["id"], row["title"]) for row in old))
     return Draft({"date": before.date().isoformat()}, changes=(change,))
@@ -220,7 +221,7 @@ def like_playlist_songs(world: World, person: Person, rng: random.Random) -> Dra
 
 def count_library_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Count the songs added to the library since a date."""
-    since = past(rng)
+    since = random_past_date(rng)
     songs = [row["created_at"] for row in world.where("spotify.UserLibrarySong", user_id=person.id)]
     albums = [row["created_at"] for row in world.where("spotify.UserLibraryAlbum", user_id=person.id)]
     answer = sum(moment >= since for moment in songs)
@@ -275,7 +276,7 @@ def playlist_of_likes(world: World, person: Person, rng: random.Random) -> Draft
 
 def sum_received(world: World, person: Person, rng: random.Random) -> Draft:
     """Add up the money received since a date."""
-    since = past(rng)
+    since = random_past_date(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
     sent = world.where("venmo.Transaction", sender_id=person.id)
 
@@ -317,7 +318,7 @@ def approve_relation_requests(world: World, person: Person, rng: random.Random) 
 
 def like_received_payments(world: World, person: Person, rng: random.Random) -> Draft:
     """Like the payments received since a date."""
-    since = past(rng)
+    since = random_past_date(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
     chosen = beyond_first_page(received, lambda row: row["created_at"] >= since)
     return replace(liked(person, chosen), params={"date": since.date().isoformat()})
@@ -327,7 +328,7 @@ def complete_due_tasks(world: World, person: Person, rng: random.Random) -> Draf
     """Complete a Todoist project's tasks due before a date."""
     projects = _latest_first(world.where("todoist.Project", user_id=person.id), "created_at")
     project = rng.choice(projects[PAGE_LIMIT:])
-    date = past(rng, 0, 90)
+    date = random_past_date(rng, 0, 90)
     tasks = world.where("todoist.Task", project_id=project["id"], is_completed=False)
     due = [(row["id"], True) for row in tasks if row["due_date"] < date]
     require(due)
@@ -446,7 +447,7 @@ def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params,
     def total(rows: list[Row]) -> float:
         return sum(row["amount"] for row in rows)
 
-    relation, since = rng.choice(CLOSE_RELATIONS), past(rng)
+    relation, since = rng.choice(CLOSE_RELATIONS), random_past_date(rng)
     contacts = contacts_of(world, person)
     received = world.where("venmo.Transaction", receiver_id=person.id)
     payments = sent_by(world, received, emails_of(contacts, relation))
@@ -507,7 +508,7 @@ def _born(world: World, person: Person, rng: random.Random) -> tuple[Params, lis
 
 def star_recent_threads(world: World, person: Person, rng: random.Random) -> Draft:
     """Star the threads received since a date from contacts of a relationship."""
-    relation, since = rng.choice(CLOSE_RELATIONS), past(rng, 20, 180)
+    relation, since = rng.choice(CLOSE_RELATIONS), random_past_date(rng, 20, 180)
     contacts, inbox = contacts_of(world, person), inbox_of(world, person)
     threads = threads_by(world, inbox, emails_of(contacts, relation))
     chosen = [row for row in threads if row["created_at"] >= since]

@@ -40,7 +40,7 @@ def users_of_splits(people: list[Person]) -> dict[str, list[Person]]:
     return {"train": people[3 * share :], **held_out}
 
 
-def plan(world: World, seed: int, limit: int | None = None, variety: str = VARIETIES[0]) -> list[PlannedTask]:
+def plan_tasks(world: World, seed: int, limit: int | None = None, variety: str = VARIETIES[0]) -> list[PlannedTask]:
     """Choose every task of the world, split by split. Equal arguments give equal plans.
 
     Args:
@@ -87,7 +87,7 @@ def _scenario(
         for _ in range(TRIES):
             try:
                 draft = draft_of(world, person, rng)
-            except drafts.Unfit:
+            except drafts.UnusableParameters:
                 continue
             key = json.dumps([family.name, person.id, draft.params])
             if key in taken:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from draco_ray.errors import WorldError
-from draco_ray.sandbox.scripted import Executed, try_scripts
+from draco_ray.sandbox.scripted import ScriptResult, try_scripts
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, Family, families
 
@@ -58,7 +58,7 @@ def _ways(family: Family) -> Iterator[tuple[str, tuple[str, ...], bool]]:
         yield f"the fault {fault}", tuple(family.script(frozenset({fault}))), fault not in FATAL
 
 
-def _problem(what: str, passes: bool, executed: Executed) -> str | None:
+def _problem(what: str, passes: bool, executed: ScriptResult) -> str | None:
     if executed.error is not None:
         return f"cannot be run: {executed.error}"
     if executed.success == passes:

@@ -18,7 +18,7 @@ ORDER = (
 FORMATS: dict[str, Format] = {name: READERS[name] for name in ORDER}
 
 
-def recognised(record: object) -> Format | None:
+def detect_format(record: object) -> Format | None:
     """The format of a record; None if unknown."""
     for each in FORMATS.values():
         # A malformed record must not end the search.

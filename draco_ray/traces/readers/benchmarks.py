@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.entry import AGENT, EARLIER, BadTrace, Entry, kind
-from draco_ray.traces.formats import Reading, Record, build, field, number, path_value, reads
+from draco_ray.traces.entry import AGENT, EARLIER, BadTrace, Entry, json_type_name
+from draco_ray.traces.formats import ReadOptions, Record, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import entries
-from draco_ray.traces.model import Trace, clean, identifier
+from draco_ray.traces.model import Trace, escape_surrogates, printable_id
 
 
 def is_inspect(record: object) -> bool:
@@ -18,8 +18,8 @@ def is_inspect(record: object) -> bool:
     return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
 
 
-@reads("inspect", 'an Inspect log: an object with "eval", "status" and "samples"', is_inspect, metered=False)
-def read_inspect(record: Any, reading: Reading) -> Iterator[Trace]:
+@register_format("inspect", 'an Inspect log: an object with "eval", "status" and "samples"', is_inspect, metered=False)
+def read_inspect(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """A trace of every sample. Raises: BadTrace for a log without samples."""
     samples = record.get("samples")
     if not isinstance(samples, list) or not samples:
@@ -28,21 +28,21 @@ def read_inspect(record: Any, reading: Reading) -> Iterator[Trace]:
         yield _inspect_sample(sample, reading, str(record["eval"].get("task", "")))
 
 
-def _inspect_sample(sample: Any, reading: Reading, task: str) -> Trace:
+def _inspect_sample(sample: Any, reading: ReadOptions, task: str) -> Trace:
     if not isinstance(sample, Mapping):
-        raise BadTrace(f"expected a sample as an object, found {kind(sample)}")
+        raise BadTrace(f"expected a sample as an object, found {json_type_name(sample)}")
     limit = path_value(sample, "limit.type")
     ended = None
     if sample.get("error"):
         ended = EpisodeEnd.CRASHED
     elif isinstance(limit, str):
         ended = EpisodeEnd.RESPONSE_LIMIT if limit in ("token", "context") else EpisodeEnd.TURN_LIMIT
-    named_ = identifier(sample.get("id", ""))
+    named_ = printable_id(sample.get("id", ""))
     scores = sample.get("scores")
     first = next(iter(scores.values()), None) if isinstance(scores, Mapping) and scores else None
-    value = field(first, "value")
+    value = get_field(first, "value")
     attached = sample.get("attachments")
-    return build(
+    return build_trace(
         entries(_attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})),
         sample,
         reading,
@@ -84,27 +84,27 @@ def is_tau2(record: object) -> bool:
     return many or _is_simulation(record)
 
 
-@reads("tau2", 'results of tau2-bench: an object with "info" and "simulations"', is_tau2, metered=False)
-def read_tau2(record: Any, reading: Reading) -> Iterator[Trace]:
+@register_format("tau2", 'results of tau2-bench: an object with "info" and "simulations"', is_tau2, metered=False)
+def read_tau2(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """A trace of every simulation."""
     simulations = [record] if _is_simulation(record) else record["simulations"]
-    tasks = {str(field(task, "id")): task for task in field(record, "tasks") or ()}
+    tasks = {str(get_field(task, "id")): task for task in get_field(record, "tasks") or ()}
     policy = path_value(record, "info.environment_info.policy")
     domain = str(path_value(record, "info.environment_info.domain_name") or "")
     for simulation in simulations:
         if not isinstance(simulation, Mapping):
-            raise BadTrace(f"expected a simulation as an object, found {kind(simulation)}")
+            raise BadTrace(f"expected a simulation as an object, found {json_type_name(simulation)}")
         told = simulation.get("policy") or policy
         said = _tau2_entries(simulation.get("messages"))
         if isinstance(told, str) and told:
-            said = [Entry(role="system", text=clean(told)), *said]
-        task_id = identifier(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
-        yield build(
+            said = [Entry(role="system", text=escape_surrogates(told)), *said]
+        task_id = printable_id(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
+        yield build_trace(
             said,
             simulation,
             reading,
             task_id=task_id,
-            trace_id=identifier(simulation.get("id", "")),
+            trace_id=printable_id(simulation.get("id", "")),
             instruction=_scenario(tasks.get(str(simulation.get("task_id")))),
             tools=path_value(record, "info.environment_info.tool_defs"),
             ended=TAU2_ENDS.get(str(simulation.get("termination_reason")), EpisodeEnd.UNSTATED),
@@ -139,7 +139,9 @@ def _scenario(task: object) -> str | None:
     if not told:
         return None
     lines = "\n".join(f"{k}: {v}" for k, v in told.items() if v) if isinstance(told, Mapping) else str(told)
-    return clean(f"What the agent's user wants and knows; the agent was not told this, only the user:\n{lines}")
+    return escape_surrogates(
+        f"What the agent's user wants and knows; the agent was not told this, only the user:\n{lines}"
+    )
 
 
 def is_verifiers(record: object) -> bool:
@@ -151,57 +153,60 @@ def is_verifiers(record: object) -> bool:
     return episode or ("nodes" in record and "task" in record) or old
 
 
-@reads(
+@register_format(
     "verifiers",
     'an episode of verifiers ("task", "traces" with "nodes") or an object with "prompt" and "completion"',
     is_verifiers,
     metered=False,
 )
-def read_verifiers(record: Any, reading: Reading) -> Iterator[Trace]:
+def read_verifiers(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The traces of an episode, or the single trace of a result."""
     if "completion" in record and "nodes" not in record and "traces" not in record:
-        environment, example = field(record, "task"), field(record, "example_id")
+        environment, example = get_field(record, "task"), get_field(record, "example_id")
         own = f"{environment}/{example}" if isinstance(environment, str) and example is not None else ""
-        yield build(
+        yield build_trace(
             [
                 *map(_earlier, entries(record["prompt"], "prompt message")),
                 *entries(record["completion"], "completion message"),
             ],
             record,
             reading,
-            task_id=identifier(own),
-            tools=field(record, "tools") or path_value(record, "info.oai_tools"),
+            task_id=printable_id(own),
+            tools=get_field(record, "tools") or path_value(record, "info.oai_tools"),
             outcome=number(record.get("reward")),
         )
         return
     for trace in record.get("traces", [record]):
         if not isinstance(trace, Mapping):
-            raise BadTrace(f"expected a trace as an object, found {kind(trace)}")
+            raise BadTrace(f"expected a trace as an object, found {json_type_name(trace)}")
         yield _verifiers_trace(trace, reading)
 
 
-def _verifiers_trace(trace: Record, reading: Reading) -> Trace:
+def _verifiers_trace(trace: Record, reading: ReadOptions) -> Trace:
     nodes = trace.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, Mapping) for node in nodes):
-        raise BadTrace(f'expected "nodes" as a list of objects, found {kind(nodes)}')
-    task, data = field(trace, "task"), path_value(trace, "task.data")
+        raise BadTrace(f'expected "nodes" as a list of objects, found {json_type_name(nodes)}')
+    task, data = get_field(trace, "task"), path_value(trace, "task.data")
     rewards = trace.get("rewards")
     scores = [each for each in rewards.values() if isinstance(each, Mapping)] if isinstance(rewards, Mapping) else []
     earned = [(number(each.get("score")) or 0.0) * (number(each.get("weight")) or 0.0) for each in scores]
     stopped = str(trace.get("stop_condition") or "")
     ended = EpisodeEnd.TURN_LIMIT if "turn" in stopped else EpisodeEnd.RESPONSE_LIMIT if "token" in stopped else None
-    asked = field(data, "prompt")
+    asked = get_field(data, "prompt")
     number_ = next(
-        (each for each in (field(data, "id"), field(task, "key"), field(data, "idx")) if each is not None), None
+        (each for each in (get_field(data, "id"), get_field(task, "key"), get_field(data, "idx")) if each is not None),
+        None,
     )
-    environment = None if number_ is None else field(task, "environment") or field(trace, "environment")
-    return build(
+    environment = None if number_ is None else get_field(task, "environment") or get_field(trace, "environment")
+    return build_trace(
         _walk(nodes),
         trace,
         reading,
-        task_id=identifier("/".join(str(each) for each in (environment, number_) if each not in (None, ""))),
-        trace_id=identifier(trace.get("id", "")),
-        instruction=clean(asked) if isinstance(asked, str) and not any(_said_by(n) == "user" for n in nodes) else None,
+        task_id=printable_id("/".join(str(each) for each in (environment, number_) if each not in (None, ""))),
+        trace_id=printable_id(trace.get("id", "")),
+        instruction=escape_surrogates(asked)
+        if isinstance(asked, str) and not any(_said_by(n) == "user" for n in nodes)
+        else None,
         tools=trace.get("tools"),
         ended=EpisodeEnd.CRASHED if trace.get("errors") and not trace.get("ok") else ended,
         outcome=sum(earned) if earned else None,
@@ -209,7 +214,7 @@ def _verifiers_trace(trace: Record, reading: Reading) -> Trace:
 
 
 def _said_by(node: Mapping[str, Any]) -> object:
-    return field(node.get("message"), "role")
+    return get_field(node.get("message"), "role")
 
 
 def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.calls import ModelCall, threads
-from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, shown, text_of
-from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
+from draco_ray.traces.calls import ModelCall, split_threads
+from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, text_of, truncated_json
+from draco_ray.traces.formats import ReadOptions, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import entries, is_message, reply_entries
-from draco_ray.traces.model import Trace, clean
-from draco_ray.traces.requests import SYSTEM, TOOLS, is_messages, request_in, system_entries, told
-from draco_ray.traces.streams import whole
-from draco_ray.traces.templates import templated
+from draco_ray.traces.model import Trace, escape_surrogates
+from draco_ray.traces.model_request import SYSTEM, TOOLS, first_path_value, is_messages, request_in, system_entries
+from draco_ray.traces.streams import reassemble_stream
+from draco_ray.traces.templates import parse_chat_template
 
 REPLIES = (
     "outputs",
@@ -69,9 +69,9 @@ def _parts(record: object) -> _Parts | None:
     if (found := request_in(record)) is not None:
         request, name, history = found
         reply = _reply(record, request, name)
-        called = field(reply, "automatic_function_calling_history")
+        called = get_field(reply, "automatic_function_calling_history")
         return _Parts(request=request, history=called or history, reply=reply)
-    if is_lone(record):
+    if is_single_message(record):
         return _Parts(request={}, history=[record], reply=None)
     # The results of a batch of requests are in a separate file.
     reply = _reply(record, record, "") if "custom_id" in record else record if _is_answer(record) else None
@@ -94,11 +94,11 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
                 continue
             if value and (path != "steps" or path_value(value, "0.finishReason")):
                 # Of several choices, the first is the answer.
-                return whole({path: value} if path in ("choices", "candidates", "generations") else value)
+                return reassemble_stream({path: value} if path in ("choices", "candidates", "generations") else value)
     return None
 
 
-def is_lone(record: Mapping[str, Any]) -> bool:
+def is_single_message(record: Mapping[str, Any]) -> bool:
     """Whether a record is a single message of a conversation with one line per message."""
     return isinstance(record.get("role"), str) and bool({"content", "tool_calls", "parts"} & record.keys())
 
@@ -109,8 +109,8 @@ def _types(messages: object) -> set[str]:
     if isinstance(messages, Mapping):
         messages = messages.get("output") or [messages]
     for message in messages if isinstance(messages, list) else ():
-        content = field(message, "content")
-        found |= {str(field(each, "type")) for each in [message, *(content if isinstance(content, list) else ())]}
+        content = get_field(message, "content")
+        found |= {str(get_field(each, "type")) for each in [message, *(content if isinstance(content, list) else ())]}
     return found
 
 
@@ -124,10 +124,10 @@ def _dialect(record: object) -> str | None:
     if known is None:
         return None
     types = _types(known.history) | _types(known.reply)
-    roles = [field(each, "role") is not None for each in known.history] if is_messages(known.history) else []
+    roles = [get_field(each, "role") is not None for each in known.history] if is_messages(known.history) else []
     if roles and all(roles) and (types & ANTHROPIC_BLOCKS or "system" in known.request):
         return "anthropic"
-    items = types & RESPONSE_ITEMS or "input" in known.request or field(record, "object") == "response"
+    items = types & RESPONSE_ITEMS or "input" in known.request or get_field(record, "object") == "response"
     if items and not {"messages", "contents"} & known.request.keys():
         return "openai-responses"
     chat = all(roles[:3]) if roles else "messages" in known.request
@@ -147,15 +147,15 @@ def session(record: Any, file: str) -> str | None:
         return str(thread)
     known = _parts(record)
     # A request without a logged answer is read with the later ones, which contain its messages.
-    logged = known is not None and any(field(record, name) is known.request for name in ("request", "body"))
+    logged = known is not None and any(get_field(record, name) is known.request for name in ("request", "body"))
     whole_ = known is None or (known.reply is None and known.history != [record] and not logged)
     return None if whole_ else file
 
 
-def read(record: Any, reading: Reading) -> Iterator[Trace]:
+def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The traces of a record, or of the calls in a log. Raises: BadTrace if no agent says anything."""
     if not reading.wheres:
-        yield _trace(record, threads([_call(record)])[0].entries, reading)
+        yield _trace(record, split_threads([_call(record)])[0].entries, reading)
         return
     logged: list[tuple[str, Any]] = []
     calls: list[ModelCall] = []
@@ -167,7 +167,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             reading.unreadable(where, problem)
     # Files with one call each have no order: sort them by name or by length, whichever joins more calls.
     orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
-    joined = [(order, threads([calls[n] for n in order])) for order in orders]
+    joined = [(order, split_threads([calls[n] for n in order])) for order in orders]
     order, threads_ = min(joined, key=lambda each: len(each[1]))
     found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads_]
     for own, thread in sorted(found, key=lambda each: each[0]):
@@ -182,7 +182,7 @@ def _answered(records: Sequence[Any], wheres: Sequence[str]) -> list[tuple[str, 
     """The records of a session with their locations: batch requests are joined with their responses, and duplicate
     responses are dropped."""
     found = list(zip(wheres, records, strict=True))
-    if all(isinstance(each, Mapping) and is_lone(each) for each in records):
+    if all(isinstance(each, Mapping) and is_single_message(each) for each in records):
         return [(found[0][0], list(records))]
     if all(isinstance(each, Mapping) and "custom_id" in each for each in records):
         asked = [each for each in records if (known := _parts(each)) is not None and known.reply is None]
@@ -190,21 +190,21 @@ def _answered(records: Sequence[Any], wheres: Sequence[str]) -> list[tuple[str, 
     once: dict[object, tuple[str, Any]] = {}
     for where, each in found:
         known = _parts(each)
-        named = known is not None and field(known.reply, "id") is not None
+        named = known is not None and get_field(known.reply, "id") is not None
         key = repr((known.history, known.reply)) if known is not None and named else len(once)
         once.setdefault(key, (where, each))
     return list(once.values())
 
 
-def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
+def _trace(record: Any, said: Sequence[Entry], reading: ReadOptions) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
-    stopped = str(told((known.reply, record), STOPS)).casefold() in TRUNCATED
-    trace = build(
+    stopped = str(first_path_value((known.reply, record), STOPS)).casefold() in TRUNCATED
+    trace = build_trace(
         said,
         record,
         reading,
         tools=_told(record, known, TOOLS),
-        outcome=number(field(record, "reward")),
+        outcome=number(get_field(record, "reward")),
         ended=EpisodeEnd.RESPONSE_LIMIT if stopped else None,
     )
     if trace.ended is EpisodeEnd.UNSTATED:
@@ -215,13 +215,13 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
     """The value at the first of these paths that exists in the request, the record or the response."""
     first = known.history[0] if is_messages(known.history) else None
-    return told((known.request, record, known.reply, first), paths)
+    return first_path_value((known.request, record, known.reply, first), paths)
 
 
 def _intermediate(record: Any) -> list[Entry]:
     """Intermediate steps of a LangChain agent executor."""
     found: list[Entry] = []
-    for place, (action, observation) in enumerate(field(record, "intermediate_steps") or ()):
+    for place, (action, observation) in enumerate(get_field(record, "intermediate_steps") or ()):
         call = {"id": f"step {place}", "name": action["tool"], "arguments": action.get("tool_input")}
         said = {"role": AGENT, "content": action.get("log"), "tool_calls": [call]}
         found += entries([said, {"role": "tool", "content": observation, "tool_call_id": call["id"]}])
@@ -236,7 +236,7 @@ def _call(record: Any) -> ModelCall:
     history, reply = known.history, known.reply
     inputs = entries(history, "item" if "input" in known.request else "message")
     answered = reply_entries(reply)
-    if isinstance(history, str) and isinstance(reply, str) and templated(history):
+    if isinstance(history, str) and isinstance(reply, str) and parse_chat_template(history):
         # The prompt may end within the agent's message.
         inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
         answered = entries(history + reply)[len(inputs) :]
@@ -245,7 +245,7 @@ def _call(record: Any) -> ModelCall:
         inputs = [Entry(role="user", text=asked), *inputs]
     inputs = system_entries(_told(record, known, SYSTEM)) + inputs
     if isinstance(reply, list) and reply and not answered and not (inputs and inputs[-1].role == AGENT):
-        raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
+        raise BadTrace(f"the model's answer is a list of an unknown form: {truncated_json(reply)[:200]}")
     # Ignore an empty answer: the next call may be a retry.
     outputs = [*_intermediate(record), *(each for each in answered if each.role == "tool" or each.text or each.calls)]
     # Some logs repeat the history before the answer.
@@ -254,14 +254,14 @@ def _call(record: Any) -> ModelCall:
     if outputs == inputs[-len(outputs) :]:
         outputs = []
     conversation = known.request.get("conversation")
-    kept = str(field(conversation, "id") or conversation or "") if not isinstance(conversation, list) else ""
+    kept = str(get_field(conversation, "id") or conversation or "") if not isinstance(conversation, list) else ""
     return ModelCall(
-        names=tuple(filter(None, [str(field(reply, "id") or ""), kept])),
-        follows=str(known.request.get("previous_response_id") or field(reply, "previous_response_id") or kept),
+        names=tuple(filter(None, [str(get_field(reply, "id") or ""), kept])),
+        follows=str(known.request.get("previous_response_id") or get_field(reply, "previous_response_id") or kept),
         inputs=inputs,
-        outputs=[each if each.role != "" else Entry(role=AGENT, text=clean(each.text)) for each in outputs],
+        outputs=[each if each.role != "" else Entry(role=AGENT, text=escape_surrogates(each.text)) for each in outputs],
     )
 
 
 for _name, _shape in MESSAGES.items():
-    reads(_name, _shape, is_dialect(_name), session=session)(read)
+    register_format(_name, _shape, is_dialect(_name), session=session)(read)

@@ -9,11 +9,22 @@ from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import SUB_AGENT
-from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, first_of, kind, object_of, text_of, thinking
-from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
+from draco_ray.traces.entry import (
+    AGENT,
+    BadTrace,
+    Entry,
+    ToolCall,
+    compact_json,
+    first_of,
+    json_type_name,
+    object_of,
+    text_of,
+    wrap_thinking,
+)
+from draco_ray.traces.formats import ReadOptions, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import entries
-from draco_ray.traces.model import Trace, clean, identifier
-from draco_ray.traces.parts import parts, plain
+from draco_ray.traces.model import Trace, escape_surrogates, printable_id
+from draco_ray.traces.parts import parts, result_text
 
 MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
 """Matches the command in a turn of mini-swe-agent."""
@@ -45,13 +56,13 @@ def claude_code_session(record: Any, file: str) -> str | None:
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
-@reads(
+@register_format(
     "claude-code",
     'lines of a Claude Code session: objects with "type", "uuid" and "sessionId"',
     is_claude_code,
     session=claude_code_session,
 )
-def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
+def read_claude_code(lines: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace if the agent says nothing in it."""
     lines = _in_order(lines)
     said: list[Entry] = []
@@ -73,11 +84,11 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     if not said:
         return
     first: Mapping[str, Any] = next((line for line in lines if "sessionId" in line or "session_id" in line), {})
-    yield build(
+    yield build_trace(
         said,
         first,
         reading,
-        trace_id=identifier(claude_code_session(first, "")),
+        trace_id=printable_id(claude_code_session(first, "")),
         tools=next((line["tools"] for line in lines if line.get("subtype") == "init" and "tools" in line), None),
     )
 
@@ -128,7 +139,7 @@ def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, An
 def _is_prompt(line: Mapping[str, Any]) -> bool:
     content = path_value(line, "message.content")
     typed = isinstance(content, str) or (
-        isinstance(content, list) and all(field(each, "type") != "tool_result" for each in content)
+        isinstance(content, list) and all(get_field(each, "type") != "tool_result" for each in content)
     )
     apart = any(line.get(name) for name in ("isMeta", "isSidechain", "isCompactSummary"))
     summary = isinstance(content, str) and content.startswith(SUMMARY)
@@ -141,8 +152,8 @@ def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
     found: list[Mapping[str, Any]] = []
     for line in lines:
         message = line.get("message")
-        number_ = field(message, "id")
-        content = field(message, "content")
+        number_ = get_field(message, "id")
+        content = get_field(message, "content")
         if not isinstance(number_, str) or not isinstance(content, list) or not isinstance(message, Mapping):
             found.append(line)
         elif number_ in first:
@@ -178,13 +189,13 @@ def is_codex(record: object) -> bool:
     return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
-@reads(
+@register_format(
     "codex",
     'lines of a Codex rollout: objects with "type" (session_meta, response_item) and "payload"',
     is_codex,
     session=lambda record, file: file,
 )
-def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
+def read_codex(lines: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a rollout file. Raises: BadTrace if the agent says nothing in it."""
     said: list[Entry] = []
     meta: Mapping[str, Any] = {}
@@ -199,18 +210,20 @@ def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
             items = entries([payload], "item")
             said += [replace(each, item=True) for each in items]
         elif type_ == "compacted" and payload.get("message"):
-            said.append(Entry(role="user", text=f"[summary of the conversation so far]\n{plain(payload['message'])}"))
+            said.append(
+                Entry(role="user", text=f"[summary of the conversation so far]\n{result_text(payload['message'])}")
+            )
         elif type_ == "event_msg" and payload.get("type") == "token_count":
             tokens = path_value(payload, "info.last_token_usage.output_tokens")
             last = next((place for place in range(len(said) - 1, -1, -1) if said[place].role == AGENT), None)
             if last is not None and isinstance(tokens, int) and tokens > 0:
                 said[last] = replace(said[last], tokens=tokens)
     told = text_of(meta, "instructions") or str(path_value(meta, "base_instructions.text") or "")
-    yield build(
-        [*([Entry(role="system", text=clean(told))] if told else []), *said],
+    yield build_trace(
+        [*([Entry(role="system", text=escape_surrogates(told))] if told else []), *said],
         meta,
         reading,
-        trace_id=identifier(meta.get("id") or next((line["thread_id"] for line in lines if "thread_id" in line), "")),
+        trace_id=printable_id(meta.get("id") or next((line["thread_id"] for line in lines if "thread_id" in line), "")),
     )
 
 
@@ -218,17 +231,17 @@ def _exec_item(item: Mapping[str, Any]) -> Iterator[Entry]:
     """An item in the output of ``codex exec --json``."""
     type_, said = str(item.get("type")), text_of(item, "text", "message")
     if type_ in ("agent_message", "reasoning"):
-        yield Entry(role=AGENT, text=thinking(said) if type_ == "reasoning" else said, item=True)
+        yield Entry(role=AGENT, text=wrap_thinking(said) if type_ == "reasoning" else said, item=True)
     elif type_ == "error":
         yield Entry(role="system", text=said)
     else:
         about = {key: item[key] for key in item if key not in ("id", "type", "status", *_EXEC_RESULTS)}
-        call = Call(name=type_, arguments=about, call_id=text_of(item, "id"))
+        call = ToolCall(name=type_, arguments=about, call_id=text_of(item, "id"))
         yield Entry(role=AGENT, calls=(call,), item=True)
         results = {key: item[key] for key in _EXEC_RESULTS if item.get(key) not in (None, "")}
         if results:
             only = results.get("aggregated_output") if not results.get("exit_code") else None
-            yield Entry(role="tool", text=plain(only or results), call_id=text_of(item, "id"))
+            yield Entry(role="tool", text=result_text(only or results), call_id=text_of(item, "id"))
 
 
 # --- OpenHands -------------------------------------------------------------------------------------------------------
@@ -239,7 +252,7 @@ _EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
 
 def is_openhands(record: object) -> bool:
     """Whether the record is an event of OpenHands, a list of events, or an evaluation result with its history."""
-    events = record if isinstance(record, list) else field(record, "history")
+    events = record if isinstance(record, list) else get_field(record, "history")
     if isinstance(events, list):
         return bool(events) and all(_is_event(each) for each in events[:3])
     return _is_event(record)
@@ -256,14 +269,14 @@ def openhands_session(record: Any, file: str) -> str | None:
     return None if isinstance(record, list) or "history" in record else file
 
 
-@reads(
+@register_format(
     "openhands",
     'events of OpenHands: objects with "source" and "action" or "observation"',
     is_openhands,
     repeated=("model_response", "message"),
     session=openhands_session,
 )
-def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
+def read_openhands(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a list of events. Raises: BadTrace if the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
     said: list[Entry] = []
@@ -281,12 +294,12 @@ def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
                 first[response] = len(said)
             said.append(entry)
     about = {} if isinstance(record, list) else record
-    yield build(
+    yield build_trace(
         said,
         about,
         reading,
         instruction=text_of(about, "instruction") or None,
-        tools=next((event["tools"] for event in events if isinstance(field(event, "tools"), list)), None),
+        tools=next((event["tools"] for event in events if isinstance(get_field(event, "tools"), list)), None),
         outcome=number(path_value(about, "test_result.report.resolved")),
     )
 
@@ -300,7 +313,7 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
     call_id = str(path_value(event, "tool_call_metadata.tool_call_id") or "")
     if isinstance(action, str) and action in ("message", "system"):
         role = "system" if action == "system" else AGENT if source == "agent" else "user"
-        yield Entry(role=role, text=plain(arguments.get("content") or event.get("message")))
+        yield Entry(role=role, text=result_text(arguments.get("content") or event.get("message")))
     elif isinstance(action, str) and source == "agent":
         thought = text_of(arguments, "thought")
         hidden = ("thought", "hidden", "is_input", "confirmation_state", "security_risk", "blocking")
@@ -313,13 +326,16 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
             yield Entry(
                 role=AGENT,
                 text=thought,
-                calls=(Call(name=action, arguments=about, call_id=call_id or str(event.get("id", ""))),),
+                calls=(ToolCall(name=action, arguments=about, call_id=call_id or str(event.get("id", ""))),),
             )
     elif isinstance(action, str):
         if action not in ("change_agent_state", "recall", "null"):
-            yield Entry(role=source, text=plain(arguments.get("content") or event.get("message") or compact(arguments)))
+            yield Entry(
+                role=source,
+                text=result_text(arguments.get("content") or event.get("message") or compact_json(arguments)),
+            )
     elif "observation" in event and event["observation"] not in ("agent_state_changed", "null", "recall"):
-        text = plain(event.get("content") or event.get("message"))
+        text = result_text(event.get("content") or event.get("message"))
         yield Entry(role="tool", text=text, call_id=call_id or str(event.get("cause", "")))
 
 
@@ -355,28 +371,28 @@ def _sdk_message(event: Mapping[str, Any]) -> Any:
 
 def is_swe_agent(record: object) -> bool:
     """Whether the record is a trajectory of SWE-agent."""
-    steps = field(record, "trajectory")
+    steps = get_field(record, "trajectory")
     return isinstance(steps, list) and all(
         "action" in each and "observation" in each for each in steps[:3] if isinstance(each, Mapping)
     )
 
 
-@reads("swe-agent", 'a trajectory of SWE-agent: an object with "trajectory" and "history"', is_swe_agent)
-def read_swe_agent(record: Any, reading: Reading) -> Iterator[Trace]:
+@register_format("swe-agent", 'a trajectory of SWE-agent: an object with "trajectory" and "history"', is_swe_agent)
+def read_swe_agent(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace if it has no steps."""
     history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
     first = next((place for place, each in enumerate(history) if each.get("role") == "assistant"), len(history))
     said = entries(history[:first])
     for step in record["trajectory"]:
         if not isinstance(step, Mapping):
-            raise BadTrace(f"expected a step as an object, found {kind(step)}")
+            raise BadTrace(f"expected a step as an object, found {json_type_name(step)}")
         action = text_of(step, "action").strip("\n")
         text = text_of(step, "response") or text_of(step, "thought")
         spoken = text if action and action in text else "\n".join(filter(None, [text, action]))
         said.append(Entry(role=AGENT, text=spoken, code=action or None))
         if text_of(step, "observation") or action:
             said.append(Entry(role="tool", text=text_of(step, "observation")))
-    yield build(said, record, reading, ended=_swe_end(record))
+    yield build_trace(said, record, reading, ended=_swe_end(record))
 
 
 def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
@@ -388,16 +404,16 @@ def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
 
 def is_mini_swe(record: object) -> bool:
     """Whether the record is a trajectory of mini-swe-agent."""
-    return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
+    return str(get_field(record, "trajectory_format") or "").startswith("mini-swe-agent")
 
 
-@reads(
+@register_format(
     "mini-swe-agent", 'a trajectory of mini-swe-agent: an object with "messages" and "trajectory_format"', is_mini_swe
 )
-def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
+def read_mini_swe(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace if the agent says nothing in it."""
-    messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
-    yield build(entries(messages), record, replace(reading, code=MINI_SWE_CODE), ended=_swe_end(record))
+    messages = [each for each in record.get("messages") or () if get_field(each, "role") != "exit"]
+    yield build_trace(entries(messages), record, replace(reading, code=MINI_SWE_CODE), ended=_swe_end(record))
 
 
 # --- ATIF and smolagents ---------------------------------------------------------------------------------------------
@@ -405,16 +421,18 @@ def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
 
 def is_atif(record: object) -> bool:
     """Whether the record is a trajectory in Harbor's Agent Trajectory Interchange Format."""
-    return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
+    return str(get_field(record, "schema_version") or "").startswith("ATIF") and isinstance(
+        get_field(record, "steps"), list
+    )
 
 
-@reads("atif", 'a trajectory in ATIF: an object with "schema_version" and "steps"', is_atif)
-def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
+@register_format("atif", 'a trajectory in ATIF: an object with "schema_version" and "steps"', is_atif)
+def read_atif(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace if a step is not an object, or no step is the agent's."""
     said: list[Entry] = []
     for place, step in enumerate(record["steps"], 1):
         if not isinstance(step, Mapping):
-            raise BadTrace(f"step {place}: expected an object, found {kind(step)}")
+            raise BadTrace(f"step {place}: expected an object, found {json_type_name(step)}")
         source = str(step.get("source"))
         message = {"role": source if source in ("agent", "system") else "user", "content": step.get("message")}
         if source == "agent":
@@ -425,18 +443,18 @@ def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
             for result in path_value(step, "observation.results") or ()
         ]
         said += entries([message, *results])
-    yield build(
+    yield build_trace(
         said,
         record,
         reading,
-        trace_id=identifier(record.get("session_id") or ""),
+        trace_id=printable_id(record.get("session_id") or ""),
         tools=path_value(record, "agent.tool_definitions"),
     )
 
 
 def is_smolagents(record: object) -> bool:
     """Whether the record is the memory of a smolagents agent: its steps, or an object that contains them."""
-    steps = record if isinstance(record, list) else field(record, "steps")
+    steps = record if isinstance(record, list) else get_field(record, "steps")
     named = ("step_number", "task", "system_prompt", "plan")
     return (
         isinstance(steps, list)
@@ -446,13 +464,13 @@ def is_smolagents(record: object) -> bool:
     )
 
 
-@reads(
+@register_format(
     "smolagents",
     'the memory of a smolagents agent: "steps" with "step_number" and "task"',
     is_smolagents,
     repeated=("model_input_messages", "model_output_message", "tool_calls"),
 )
-def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
+def read_smolagents(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace if the agent does nothing in it."""
     said: list[Entry] = []
     steps = record if isinstance(record, list) else record["steps"]
@@ -462,7 +480,7 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     for step in steps:
         if step.get("step_number") is None:
             told = (("system", "system_prompt"), ("user", "task"), (AGENT, "plan"))
-            said += [Entry(role=role, text=plain(step[name])) for role, name in told if step.get(name)]
+            said += [Entry(role=role, text=result_text(step[name])) for role, name in told if step.get(name)]
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
         code = text_of(step, "code_action")
@@ -472,9 +490,9 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
         message = {"role": AGENT, "content": spoken, "tool_calls": calls, "usage": step.get("token_usage")}
         said += [replace(each, code=code or None) for each in entries([message])]
         observed = "\n".join(
-            filter(None, [plain(step.get("observations")), plain(field(step.get("error"), "message"))])
+            filter(None, [result_text(step.get("observations")), result_text(get_field(step.get("error"), "message"))])
         )
         if (code or said[-1].calls) and (observed or step.get("action_output") is not None):
-            said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
+            said.append(Entry(role="tool", text=observed or result_text(step.get("action_output"))))
     about = {} if isinstance(record, list) else record
-    yield build(said, about, reading)
+    yield build_trace(said, about, reading)

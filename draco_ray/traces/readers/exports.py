@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from draco_ray.traces.entry import AGENT, object_of, text_of
-from draco_ray.traces.formats import Reading, build, field, reads
+from draco_ray.traces.formats import ReadOptions, build_trace, get_field, register_format
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace
 from draco_ray.traces.parts import parts
@@ -15,17 +15,17 @@ from draco_ray.traces.parts import parts
 
 def is_export(record: object) -> bool:
     """Whether the record is a conversation that ChatGPT or Claude.ai exported."""
-    tree = isinstance(field(record, "mapping"), Mapping) and field(record, "current_node") is not None
-    return tree or isinstance(field(record, "chat_messages"), list)
+    tree = isinstance(get_field(record, "mapping"), Mapping) and get_field(record, "current_node") is not None
+    return tree or isinstance(get_field(record, "chat_messages"), list)
 
 
-@reads(
+@register_format(
     "chat-export",
     'a conversation of ChatGPT ("mapping", "current_node") or Claude.ai ("chat_messages")',
     is_export,
     metered=False,
 )
-def read(record: Any, reading: Reading) -> Iterator[Trace]:
+def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace of the conversation's current branch. Raises: BadTrace if it has no answer of the assistant."""
     if "mapping" in record:
         nodes = _branch(record["mapping"], record["current_node"], "parent")
@@ -37,7 +37,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
         nodes = _branch(said, last, "parent_message_uuid") if linked else list(said.values())
         messages = [_of_claude(each) for each in nodes]
     # Reasoning and the call that follows it are separate messages.
-    yield build([replace(each, item=True) for each in entries(messages)], record, reading)
+    yield build_trace([replace(each, item=True) for each in entries(messages)], record, reading)
 
 
 def _branch(nodes: Mapping[str, Any], leaf: object, parent: str) -> list[Mapping[str, Any]]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from draco_ray.traces.calls import ModelCall, main_conversation
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
-from draco_ray.traces.formats import Reading, build, field, path_value, reads
+from draco_ray.traces.formats import ReadOptions, build_trace, get_field, path_value, register_format
 from draco_ray.traces.messages import entries, reply_entries
-from draco_ray.traces.model import Trace, identifier
-from draco_ray.traces.requests import is_messages, request_entries, told
+from draco_ray.traces.model import Trace, printable_id
+from draco_ray.traces.model_request import first_path_value, is_messages, request_entries
 
 
 def is_langsmith(record: object) -> bool:
@@ -23,10 +23,10 @@ def session(record: Any, file: str) -> str | None:
     return str(record.get("trace_id") or record.get("id") or file)
 
 
-@reads(
+@register_format(
     "langsmith", 'a run of LangSmith: an object with "run_type", "inputs" and "outputs"', is_langsmith, session=session
 )
-def read(runs: Any, reading: Reading) -> Iterator[Trace]:
+def read(runs: Any, reading: ReadOptions) -> Iterator[Trace]:
     """The trace assembled from all runs of a session. Raises: BadTrace if no run contains messages."""
     runs = sorted(
         _flat(runs),
@@ -44,11 +44,11 @@ def read(runs: Any, reading: Reading) -> Iterator[Trace]:
         said = told + said
     if not said:
         raise BadTrace("none of its runs contains messages")
-    yield build(
+    yield build_trace(
         said,
         {**object_of(object_of(root, "extra"), "metadata"), **root},
         reading,
-        trace_id=identifier(root.get("trace_id") or root.get("id") or ""),
+        trace_id=printable_id(root.get("trace_id") or root.get("id") or ""),
         tools=next((tools for run in runs if (tools := path_value(run, "extra.invocation_params.tools"))), None),
     )
 
@@ -62,12 +62,12 @@ def _flat(runs: Any) -> Iterator[Any]:
 
 def _state(run: Mapping[str, Any]) -> list[Entry]:
     """The messages of a graph's last state."""
-    after = field(run.get("outputs"), "messages") or path_value(run, "outputs.output.messages")
+    after = get_field(run.get("outputs"), "messages") or path_value(run, "outputs.output.messages")
     return entries(after) if is_messages(after) else []
 
 
 def _messages(inputs: object) -> list[Entry]:
-    listed = told([inputs], ("messages.0", "prompt.0", "input.0"))
+    listed = first_path_value([inputs], ("messages.0", "prompt.0", "input.0"))
     return entries(listed) if isinstance(listed, list) else request_entries(inputs)
 
 

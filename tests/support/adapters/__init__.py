@@ -12,7 +12,7 @@ from tests.support import canned_judge
 ASK = "Find the cheapest flight from JFK to SFO and book it."
 
 
-class Canned:
+class CannedCompleter:
     """The canned judge, in this process."""
 
     async def __call__(self, request: Request) -> Completion:
@@ -37,7 +37,7 @@ class Canned:
         """Do nothing: the judge always answers."""
 
 
-class CannedOnce(Canned):
+class PartlyFailingCompleter(CannedCompleter):
     """The canned judge; scoring fails for runs that contain the text ``unscored``."""
 
     def __init__(self, unscored: str) -> None:
@@ -61,7 +61,7 @@ def call(name: str, number: int, **arguments: str) -> dict[str, Any]:
     }
 
 
-def said(flight: str) -> list[dict[str, Any]]:
+def booking_messages(flight: str) -> list[dict[str, Any]]:
     """A run that searches, books this flight and says so: three steps."""
     return [
         {"role": "assistant", "content": "I search.", "tool_calls": [call("search", 1, to="SFO")]},
@@ -72,7 +72,7 @@ def said(flight: str) -> list[dict[str, Any]]:
     ]
 
 
-def refusal(call: Any, *arguments: Any) -> str:
+def missing_verdict_error(call: Any, *arguments: Any) -> str:
     """The message of the error that this call raises for a trajectory without a verdict."""
     from draco_ray.adapters.verdicts import MissingVerdict
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.support.adapters import ASK, CannedOnce, emit, said
+from tests.support.adapters import ASK, PartlyFailingCompleter, booking_messages, emit
 
 
 def main() -> None:
@@ -17,13 +17,15 @@ def main() -> None:
     def group_of(*flights: str) -> Any:
         return art.TrajectoryGroup(
             [
-                art.Trajectory(messages_and_choices=[{"role": "user", "content": ASK}, *said(flight)], reward=0.25)
+                art.Trajectory(
+                    messages_and_choices=[{"role": "user", "content": ASK}, *booking_messages(flight)], reward=0.25
+                )
                 for flight in flights
             ]
         )
 
     def scored_of(group: Any) -> Any:
-        return asyncio.run(draco_score_group(group, "canned", complete=CannedOnce(unscored="booked XX0")))
+        return asyncio.run(draco_score_group(group, "canned", complete=PartlyFailingCompleter(unscored="booked XX0")))
 
     group = group_of("DL9", "UA1")
     scored, unscored = scored_of(group), scored_of(group_of("DL9", "XX0"))

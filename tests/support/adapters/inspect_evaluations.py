@@ -10,7 +10,7 @@ from draco_ray.lab.runs.inspect_logs import write_logs
 from draco_ray.records import Usage
 from tests.support.adapters import emit
 from tests.support.evaluations import a_plan, write_evaluation
-from tests.support.lost import lost_rollout
+from tests.support.lost_results import lost_rollout
 from tests.support.small_run import small_run
 
 

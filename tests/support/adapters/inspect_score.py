@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from typing import Any
 
-from tests.support.adapters import ASK, Canned, emit
+from tests.support.adapters import ASK, CannedCompleter, emit
 
 
 def booking(scorer: Any = None) -> Any:
@@ -39,7 +39,7 @@ def main() -> None:
 
     from draco_ray.adapters.inspect_scorer import draco_scorer
 
-    task = booking(draco_scorer("canned", complete=Canned()))
+    task = booking(draco_scorer("canned", complete=CannedCompleter()))
     with tempfile.TemporaryDirectory() as folder:
         (log,) = eval(task, model="mockllm/model", log_dir=folder, display="none", log_realtime=False)
         found = read_eval_log(log.location)

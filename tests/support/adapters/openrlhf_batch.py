@@ -15,7 +15,7 @@ import peft  # noqa: F401
 import transformers.trainer  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer  # noqa: F401
 
-from tests.support.adapters import ASK, CannedOnce, emit, refusal
+from tests.support.adapters import ASK, PartlyFailingCompleter, emit, missing_verdict_error
 from tests.support.adapters.verl_runs import mask_of, text_of, token_ids
 
 # Import these after transformers and peft, which would check the versions of the empty modules.
@@ -38,7 +38,7 @@ for name in (
 PROMPT = [7]
 
 
-class Words:
+class StubTokenizer:
     """A tokenizer in which the first token of a message identifies the message."""
 
     pad_token_id = 0
@@ -115,7 +115,7 @@ def samples() -> list[Any]:
     return made
 
 
-def pushed(experience: Any) -> list[Any]:
+def loss_gradient(experience: Any) -> list[Any]:
     """Gradient of OpenRLHF's policy loss with respect to each token's log-probability."""
     import torch
     from openrlhf.models.loss import PolicyLoss
@@ -135,13 +135,13 @@ def main() -> None:
     from draco_ray.errors import ConfigError
 
     experience_maker.ray = SimpleNamespace(put=lambda value: value, get=lambda value: value)
-    ppo_trainer.get_tokenizer = lambda *_, **__: Words()
+    ppo_trainer.get_tokenizer = lambda *_, **__: StubTokenizer()
     ppo_trainer.prepare_datasets = lambda *_: (None, None, 1)
     found: dict[str, Any] = {}
     hosts = ppo_trainer.PPOTrainer, ppo_trainer.RemoteExperienceMaker
     for estimator in ("group_norm", "rloo", "dr_grpo", "reinforce_baseline"):
         ppo_trainer.PPOTrainer, ppo_trainer.RemoteExperienceMaker = hosts
-        credit = OpenRLHFCredit("canned", complete=CannedOnce(unscored="booked XX0"))
+        credit = OpenRLHFCredit("canned", complete=PartlyFailingCompleter(unscored="booked XX0"))
         credit.install()
         args = arguments(estimator)
         args.eval, args.data = SimpleNamespace(steps=1), SimpleNamespace(disable_fast_tokenizer=True)
@@ -159,19 +159,19 @@ def main() -> None:
                 "pushed": push,
             }
             for each in experiences
-            for push, sample in zip(pushed(each), split_experience_batch(each), strict=True)
+            for push, sample in zip(loss_gradient(each), split_experience_batch(each), strict=True)
         ]
         found[estimator] = {"rows": rows, "counts": credit.store.counts}
     stale = trainer.experience_maker.make_experience(trainer.experience_maker.split_rollout_samples(samples()))
     stale[0].sequences[0, 2] += 50
-    found["stale"] = refusal(trainer.experience_maker.compute_advantages_and_returns, stale)
+    found["stale"] = missing_verdict_error(trainer.experience_maker.compute_advantages_and_returns, stale)
     filtered = arguments("rloo")
     filtered.algo.dynamic_filtering_enable = True
     maker = credit.experience_maker(experience_maker.RemoteExperienceMaker)
     found["refused"] = []
     for make in (
-        lambda: maker(None, None, None, None, None, SimpleNamespace(args=arguments("gae")), Words()),
-        lambda: maker(None, None, None, None, None, SimpleNamespace(args=filtered), Words()),
+        lambda: maker(None, None, None, None, None, SimpleNamespace(args=arguments("gae")), StubTokenizer()),
+        lambda: maker(None, None, None, None, None, SimpleNamespace(args=filtered), StubTokenizer()),
         # As openrlhf.cli.train_ppo_ray starts it.
         lambda: ppo_trainer_async.PPOTrainerAsync.remote(""),
     ):

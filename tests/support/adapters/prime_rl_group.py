@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path[:0] = [f"{os.environ['DRACO_PRIME_RL']}/src", f"{os.environ['DRACO_PRIME_RL']}/packages/prime-rl-configs/src"]
 
-from tests.support.adapters import CannedOnce, emit  # noqa: E402
+from tests.support.adapters import PartlyFailingCompleter, emit  # noqa: E402
 from tests.support.adapters.verifiers_group import trace  # noqa: E402
 
 
@@ -27,16 +27,21 @@ def main() -> None:
         {
             "type": "custom",
             "import_path": "draco_ray.adapters.prime_rl.StepCreditAlgorithm",
-            "kwargs": {"model": "canned", "complete": CannedOnce(unscored="XX0")},
+            "kwargs": {"model": "canned", "complete": PartlyFailingCompleter(unscored="XX0")},
         }
     )
     algorithm = build_algorithm(config, None)
     traces = [trace(flight) for flight in ("UA1", "XX0", "DL9", "UA1")]
     asyncio.run(algorithm.finalize_group([SimpleNamespace(traces=[each]) for each in traces]))
-    emit({"advantages": [each.branches[0].advantages for each in traces], "pushed": [pushed(each) for each in traces]})
+    emit(
+        {
+            "advantages": [each.branches[0].advantages for each in traces],
+            "pushed": [loss_gradient(each) for each in traces],
+        }
+    )
 
 
-def pushed(trace: Any) -> list[float]:
+def loss_gradient(trace: Any) -> list[float]:
     """Gradient of prime-rl's default loss with respect to each log-probability, for an unchanged policy."""
     import torch
     from prime_rl.configs.trainer import DefaultLossConfig

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 
-from tests.support.adapters import Canned, emit
+from tests.support.adapters import CannedCompleter, emit
 from tests.support.adapters.inspect_score import booking
 
 
@@ -18,7 +18,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         eval(booking(), model="mockllm/model", log_dir=f"{folder}/logs", display="none", log_realtime=False)
         status = scan(
-            [draco_scanner("canned", complete=Canned())],
+            [draco_scanner("canned", complete=CannedCompleter())],
             transcripts=transcripts_from(f"{folder}/logs"),
             scans=f"{folder}/scans",
             display="none",

@@ -12,14 +12,14 @@ import typing_extensions
 # SkyRL 0.3.0 has TypedDicts that pydantic 2.14 refuses on Python 3.11.
 typing.TypedDict = typing_extensions.TypedDict
 
-from tests.support.adapters import ASK, CannedOnce, emit, refusal, said  # noqa: E402
+from tests.support.adapters import ASK, PartlyFailingCompleter, booking_messages, emit, missing_verdict_error  # noqa: E402
 
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 LENGTHS = (3, 2, 4, 2, 2)
-TEXTS = [json.dumps(message) for flight in FLIGHTS for message in said(flight)]
+TEXTS = [json.dumps(message) for flight in FLIGHTS for message in booking_messages(flight)]
 
 
-class Words:
+class StubTokenizer:
     """A tokenizer in which the first token of a message identifies the message."""
 
     pad_token_id = 0
@@ -81,7 +81,7 @@ def refused() -> list[str]:
         cfg.trainer.algorithm.advantage_estimator = estimator
         cfg.trainer.algorithm.dynamic_sampling.type = sampling
         try:
-            SkyRLCredit("canned", complete=CannedOnce("")).trainer(Host)(cfg)
+            SkyRLCredit("canned", complete=PartlyFailingCompleter("")).trainer(Host)(cfg)
         except ConfigError as error:
             said.append(str(error))
     return said
@@ -98,9 +98,9 @@ def main() -> None:
 
     found = []
     for step_wise, merged in ((False, False), (True, False), (True, True)):
-        credit = SkyRLCredit("canned", complete=CannedOnce(unscored="booked XX0"))
+        credit = SkyRLCredit("canned", complete=PartlyFailingCompleter(unscored="booked XX0"))
         trainer: Any = object.__new__(credit.trainer(RayPPOTrainer))
-        trainer.cfg, trainer.tokenizer, trainer.all_metrics = SkyRLTrainConfig(), Words(), {}
+        trainer.cfg, trainer.tokenizer, trainer.all_metrics = SkyRLTrainConfig(), StubTokenizer(), {}
         trainer.cfg.generator.step_wise_trajectories = step_wise
         trainer.cfg.generator.merge_stepwise_output = merged
         trainer.cfg.generator.n_samples_per_prompt = 4
@@ -129,7 +129,7 @@ def main() -> None:
         )
         # Sampled tokens that were not judged.
         batch["sequences"][:, -mask.shape[1] :][mask != 0] += 1
-        found[-1]["stale"] = refusal(trainer.compute_advantages_and_returns, batch)
+        found[-1]["stale"] = missing_verdict_error(trainer.compute_advantages_and_returns, batch)
         found[-1]["refused"] = refused()
     emit(found)
 

@@ -22,7 +22,7 @@ for name in ("megatron", "megatron.core"):
     sys.modules[name] = ModuleType(name)
 sys.modules["megatron.core"].mpu = MPU  # type: ignore[attr-defined]
 
-from tests.support.adapters import ASK, CannedOnce, emit, refusal  # noqa: E402
+from tests.support.adapters import ASK, PartlyFailingCompleter, emit, missing_verdict_error  # noqa: E402
 from tests.support.adapters.verl_runs import FLIGHTS, mask_of, text_of, token_ids  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def arguments(store: str) -> Any:
     )
 
 
-def trained(args: Any, rows: list[Any], advantages: list[float]) -> list[Any]:
+def loss_gradient(args: Any, rows: list[Any], advantages: list[float]) -> list[Any]:
     """Gradient of slime's policy loss with respect to each token's log-probability, in one training process."""
     import torch
     from slime.backends.megatron_utils import loss
@@ -124,19 +124,19 @@ def main() -> None:
 
     store = f"{tempfile.mkdtemp()}/verdicts.sqlite"
     processing_utils.load_tokenizer = lambda *_, **__: SimpleNamespace(decode=text_of)
-    judge = CreditJudge(**arguments(store).draco, complete=CannedOnce(unscored="booked XX0"))
+    judge = CreditJudge(**arguments(store).draco, complete=PartlyFailingCompleter(unscored="booked XX0"))
     setattr(adapter, "_judge", lambda settings: judge)  # noqa: B010
     args = arguments(store)
     made = samples()
     rewards, advantages = load_function(args.custom_reward_post_process_path)(args, made)
     found = []
     for part in (slice(0, None, 2), slice(1, None, 2)):
-        for row, push in zip(made[part], trained(args, made[part], advantages[part]), strict=True):
+        for row, push in zip(made[part], loss_gradient(args, made[part], advantages[part]), strict=True):
             mask = [0 if row.remove_sample else each for each in row.loss_mask]
             session = (row.tokens[2] - 100) // 5
             found.append({"session": session, "mask": mask, "pushed": push})
     made[1].tokens[2] += 50
-    stale = refusal(trained, args, made[1:2], advantages[1:2])
+    stale = missing_verdict_error(loss_gradient, args, made[1:2], advantages[1:2])
     order = [FLIGHTS[(row.tokens[2] - 100) % 50 // 5] for row in made]
     args.dynamic_sampling_filter_path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
     refused = [refusal_of_settings(args, made)]

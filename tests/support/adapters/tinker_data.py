@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.support.adapters import emit, refusal
+from tests.support.adapters import emit, missing_verdict_error
 
 TURNS = ((3, 2), (4, 2), (2, 0))
 """Tokens of each turn, and of the environment's answer."""
@@ -45,7 +45,7 @@ def main() -> None:
 
     found = [shown(step_data(trajectory_to_data(trajectory(each), 0.7), verdict)) for each in (False, True)]
     other = StepVerdict(reward=1.0, quality=(1.0, 0.25), acted=(True, True))
-    stale = refusal(step_data, trajectory_to_data(trajectory(False), 0.7), other)
+    stale = missing_verdict_error(step_data, trajectory_to_data(trajectory(False), 0.7), other)
     ids = [
         token
         for number, (n, m) in enumerate(TURNS)

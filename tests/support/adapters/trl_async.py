@@ -13,8 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
-from tests.support.adapters import emit, refusal
-from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, search, seen, turn
+from tests.support.adapters import emit, missing_verdict_error
+from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, row_summary, search, turn
 
 
 class Attention:
@@ -119,7 +119,7 @@ def main() -> None:
             for n, sample in enumerate(packed.pop(0)):
                 row = sample["completion_mask"].astype("float32")
                 row[row != 0] = advantages[segments == n].numpy()
-                rows.append(seen(tokenizer, sample["input_ids"], sample["completion_mask"], row))
+                rows.append(row_summary(tokenizer, sample["input_ids"], sample["completion_mask"], row))
             return super().compute_loss(model, inputs, *arguments, **options)
 
     credit = StepCredit("canned", complete=JUDGE)
@@ -154,7 +154,7 @@ def main() -> None:
     found = {"rows": rows, "moved": moved, "counts": credit.store.counts.copy()}
     # A row whose tokens are not those that were judged.
     stale = {**remembered_rows[0], "input_ids": remembered_rows[0]["input_ids"] + 1}
-    found["stale"] = refusal(trl_async._row_advantages, credit, stale)
+    found["stale"] = missing_verdict_error(trl_async._row_advantages, credit, stale)
     emit(found)
 
 

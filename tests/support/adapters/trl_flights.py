@@ -13,15 +13,15 @@ from trl import import_utils
 
 import_utils.is_vllm_available = lambda *_, **__: False
 
-from draco_ray.adapters.tokens import sampled_runs  # noqa: E402
-from tests.support.adapters import ASK, CannedOnce  # noqa: E402
+from draco_ray.adapters.per_token_advantages import sampled_spans  # noqa: E402
+from tests.support.adapters import ASK, PartlyFailingCompleter  # noqa: E402
 from tests.support.tiny_model import build_tiny_model, tiny_tokenizer  # noqa: E402
 
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 """What each run of a group books: right, wrong, wrong, and one that the judge cannot score."""
 THINK = "<think>\n\n</think>\n\n"
 """A turn without reasoning as Qwen3's chat template renders it, so that rendering it again gives the same tokens."""
-JUDGE = CannedOnce(unscored="booked XX0")
+JUDGE = PartlyFailingCompleter(unscored="booked XX0")
 
 
 def search(to: str) -> str:
@@ -60,10 +60,10 @@ def model_folder() -> str:
     return str(folder)
 
 
-def seen(tokenizer: Any, ids: Any, mask: Any, advantages: Any) -> dict[str, Any]:
+def row_summary(tokenizer: Any, ids: Any, mask: Any, advantages: Any) -> dict[str, Any]:
     """A row as the loss sees it: its flight, the tokens of each turn, and their smallest and largest advantage."""
     row, text = np.asarray(advantages), tokenizer.decode([int(each) for each in ids])
-    runs = sampled_runs(mask)
+    runs = sampled_spans(mask)
     return {
         "flight": next(each for each in FLIGHTS if f"booked {each}" in text or f"Booked {each}" in text),
         "tokens": [end - begin for begin, end in runs],

@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.adapters import emit, refusal
-from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, search, seen, turn
+from tests.support.adapters import emit, missing_verdict_error
+from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, row_summary, search, turn
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
         def _compute_loss(self, model: Any, inputs: Any) -> Any:
             mask = inputs["completion_mask"] * inputs["tool_mask"]
             each = zip(inputs["completion_ids"], mask.numpy(), inputs["advantages"].numpy(), strict=True)
-            rows.extend({"step": self._step, **seen(self.processing_class, *row)} for row in each)
+            rows.extend({"step": self._step, **row_summary(self.processing_class, *row)} for row in each)
             return super()._compute_loss(model, inputs)
 
     credit = StepCredit("canned", complete=JUDGE)
@@ -73,7 +73,7 @@ def main() -> None:
     found = {"rows": rows, "moved": moved, "counts": credit.store.counts.copy()}
     # A batch with other tokens than those that were judged.
     count = len(credit._keys)
-    found["stale"] = refusal(credit.advantages, [1.0] * count, [[1]] * count, [[0]] * count)
+    found["stale"] = missing_verdict_error(credit.advantages, [1.0] * count, [[1]] * count, [[0]] * count)
     found["refused"] = refused(credit)
     if "FLIGHTS_OUT" in os.environ:
         Path(os.environ["FLIGHTS_OUT"], f"{rank}.json").write_text(json.dumps(found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from tests.support.adapters import ASK, CannedOnce, emit
+from tests.support.adapters import ASK, PartlyFailingCompleter, emit
 
 TOKENS = (3, 4, 2)
 
@@ -44,7 +44,7 @@ def main() -> None:
     from draco_ray.adapters.verifiers import score_group
 
     traces = [trace(flight) for flight in ("UA1", "XX0", "DL9")]
-    asyncio.run(score_group(traces, "canned", complete=CannedOnce(unscored="XX0")))
+    asyncio.run(score_group(traces, "canned", complete=PartlyFailingCompleter(unscored="XX0")))
     assert isinstance(traces[2].rewards["draco"], vf.Reward)
     emit(
         {

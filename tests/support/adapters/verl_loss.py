@@ -12,7 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.support.adapters import ASK, CannedOnce, emit
+from tests.support.adapters import ASK, PartlyFailingCompleter, emit
 from tests.support.adapters.verl_runs import FLIGHTS, mask_of, rows_of, text_of, token_ids
 
 
@@ -47,7 +47,9 @@ def worker(config: Any) -> Any:
 
     made = object.__new__(adapter.StepCreditWorker)
     made.config, made.tokenizer = config, types.SimpleNamespace(decode=text_of)
-    made._credit = adapter.CreditJudge("canned", store=config.draco.store, complete=CannedOnce(unscored="booked XX0"))
+    made._credit = adapter.CreditJudge(
+        "canned", store=config.draco.store, complete=PartlyFailingCompleter(unscored="booked XX0")
+    )
     made._groups = {}
     made.processor = made.reward_loop_worker_handles = None
     made.mm_processor_kwargs, made.distillation_enabled = {}, False
@@ -96,7 +98,7 @@ def main() -> None:
         }
     )
     rewards = asyncio.run(play([worker(config), worker(config)]))
-    store = adapter.attach(config)
+    store = adapter.attach_verdict_store(config)
     rows = [(uid, session) for uid in range(2) for session in range(len(FLIGHTS))]
     order = [5, 0, 7, 2, 1, 6, 3, 4]
     masks = [mask_of(rows[n][1]) for n in order]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.support.adapters import said
+from tests.support.adapters import booking_messages
 
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 LENGTHS = (3, 2, 4, 2, 2)
 """Tokens of the messages of a run: three turns, and tool results between them."""
-TEXTS: list[str] = [json.dumps(message) for flight in FLIGHTS for message in said(flight)]
+TEXTS: list[str] = [json.dumps(message) for flight in FLIGHTS for message in booking_messages(flight)]
 
 
 def token_ids(session: int) -> list[int]:

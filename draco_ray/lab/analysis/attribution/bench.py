@@ -19,7 +19,7 @@ from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
 from draco_ray.records import Attribution, EpisodeEnd, IntArray, Message, RolloutAdvantage, Turn
 from draco_ray.rollout.agent import render_agent_prompt
-from draco_ray.traces.judging import GroupJudgement, as_trajectory, judge_played
+from draco_ray.traces.judging import GroupJudgement, as_trajectory, run_group_pipeline
 from draco_ray.traces.model import Trace
 
 AGENT_PROMPT = Path("prompts/agent_think.txt")
@@ -77,7 +77,7 @@ async def _judge_group(judge: Judge, group: Sequence[PlantedRollout], world: Pat
         trajectories=tuple(as_trajectory(each, f"attribution/{task_id}", index) for index, each in enumerate(traces)),
         static=known_rubric(group[0].rubric, task.instruction) or None,
     )
-    await judge_played(state, EVERY_CREDIT, partial(ask_phase, judge), most=0, least=1)
+    await run_group_pipeline(state, EVERY_CREDIT, partial(ask_phase, judge), most=0, least=1)
     if not state.rubric:
         raise JudgeUnavailable(f"task {task_id}: the judge wrote {state.row['reason']}")
     return [_judged(state, index, rollout) for index, rollout in enumerate(group)]

@@ -46,7 +46,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import group_by, table_of
+from draco_ray.lab.rows import collect_table, group_by
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
@@ -58,7 +58,7 @@ Observation = tuple[float, ...]
 _NONE = float("nan")
 
 
-@table_of(
+@collect_table(
     "string: judge scope measure",
     "int64: observations",
     "float64: value low high",
@@ -76,7 +76,7 @@ def measures(judged: Sequence[JudgedRollout], judge: str) -> list[Row]:
     return [{"judge": judge, **row} for row in rows]
 
 
-def cited(rollout: JudgedRollout) -> set[int]:
+def cited_steps(rollout: JudgedRollout) -> set[int]:
     """1-based steps cited by failed criteria."""
     return {
         step
@@ -86,7 +86,7 @@ def cited(rollout: JudgedRollout) -> set[int]:
     }
 
 
-def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
+def baseline_blamed_steps(rollout: JudgedRollout) -> tuple[int, int]:
     """The 0-based steps that ``last_step`` and ``first_failed`` blame."""
     last = rollout.steps - 1
     return last, next((step for step, output in enumerate(rollout.planted.outputs) if failed(output)), last)
@@ -94,8 +94,8 @@ def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
 
 def step_measures(rollout: JudgedRollout) -> dict[str, Observation]:
     """The measures that have a value for a rollout with planted steps, by name."""
-    planted_M, cited_M = (_marked(rollout, steps) for steps in (rollout.planted.planted, cited(rollout)))
-    blame_M, blamed = _blame(rollout), blamed_by_rule(rollout)
+    planted_M, cited_M = (_marked(rollout, steps) for steps in (rollout.planted.planted, cited_steps(rollout)))
+    blame_M, blamed = _blame(rollout), baseline_blamed_steps(rollout)
     first, share = int(planted_M.argmax()), rollout.share
     hits = (float(planted_M.mean()), *(float(planted_M[step]) for step in blamed))
     found: dict[str, Observation] = {}

@@ -107,7 +107,7 @@ _KEPT = TypeAdapter(tuple[dict[str, Any], list[PlantedRollout]])
 """Content of the file of executed rollouts: the world and tasks behind them, and the rollouts."""
 
 
-def plan(task_id: str, family: str) -> list[PlantedRollout]:
+def plan_planted_group(task_id: str, family: str) -> list[PlantedRollout]:
     """The group of one task, not yet executed."""
     maker = families()[family]
     reference = maker.script()
@@ -179,13 +179,13 @@ def planted_groups(
     header = {"digest": manifest["digest"], "tasks": chosen, "format": 3} | ({"hard": True} if hard else {})
     before, played = _KEPT.validate_json(kept.read_bytes()) if kept.is_file() else ({}, [])
     if before != header:
-        make = hard_plan if hard else plan
+        make = hard_plan if hard else plan_planted_group
         wanted = [rollout for task_id in chosen for rollout in make(task_id, manifest["tasks"][task_id]["family"])]
-        played = play(wanted, world, processes)
+        played = execute_rollouts(wanted, world, processes)
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(_KEPT.dump_json((header, played)))
     groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]
-    return [kept_rollouts for group in groups if (kept_rollouts := confirmed(group))]
+    return [kept_rollouts for group in groups if (kept_rollouts := select_confirmed(group))]
 
 
 def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) -> list[str]:
@@ -199,7 +199,7 @@ def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) ->
     return [task_id for _, _, task_id in sorted(ranked)[:tasks]]
 
 
-def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> list[PlantedRollout]:
+def execute_rollouts(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> list[PlantedRollout]:
     """Execute and evaluate every rollout (`run_scripts`). Raises: WorldError."""
     scripts = [(rollout.task_id, rollout.cells) for rollout in rollouts]
     done = run_scripts(scripts, world, processes, evaluate=True)
@@ -209,7 +209,7 @@ def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> lis
     ]
 
 
-def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
+def select_confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
     """The rollouts of an executed group that its tests confirm. Empty unless the reference passes: removing the fault
     must restore success, or a failed test proves nothing."""
     if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):

@@ -26,7 +26,7 @@ from draco_ray.algorithm.distributions import student_quantile
 from draco_ray.algorithm.equations import step_advantages, step_quality
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import mean, table_of
+from draco_ray.lab.rows import collect_table, mean
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 from draco_ray.runs.evaluations import mean_share
 from draco_ray.runs.rows import Row
@@ -80,7 +80,7 @@ class StepLabelFile(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class BadStepPush:
     """N trajectories with both bad and other steps: their questions, and their bad steps' share of the push."""
 
     question_N: IntArray
@@ -137,7 +137,7 @@ def read_step_labels(path: Path) -> StepLabelFile:
     return found
 
 
-def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> Sample:
+def bad_step_push(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> BadStepPush:
     """The push on bad steps, for the winners or the losers of a scope."""
     kept = [
         index
@@ -165,7 +165,7 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
         first_pushes[judge] = np.array(pushes, float)
         first_errors[judge] = np.array([a == b for a, b in zip(own, firsts[PEOPLE], strict=True)], float)
     first_errors[UNIFORM] = np.array([1 / len(each.human) for each in chosen])
-    return Sample(
+    return BadStepPush(
         question_N=np.unique([str(each.q) for each in chosen], return_inverse=True)[1],
         uniform_N=shares[UNIFORM],
         share_N=shares,
@@ -174,11 +174,11 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
     )
 
 
-@table_of("string: scope judge measure", "int64: trajectories questions", "float64: value low high")
+@collect_table("string: scope judge measure", "int64: trajectories questions", "float64: value low high")
 def label_rows(found: StepLabelFile) -> Iterator[Row]:
     """Every measure by scope and judge, with bootstrap intervals; judges by descending share of the losers."""
     for scope in (EVERYTHING, BEFORE_ANSWER):
-        losers, winners = (sample(found, winners=won, scope=scope) for won in (False, True))
+        losers, winners = (bad_step_push(found, winners=won, scope=scope) for won in (False, True))
         measures = {
             "losers": (losers, losers.share_N),
             "first_error": (losers, losers.first_error_N),
@@ -266,7 +266,7 @@ def error_rates(found: StepLabelFile, judge: str) -> Row:
     }
 
 
-@table_of(
+@collect_table(
     "string: judge",
     "float64: reliability uniform draco calibrated low shrunk within_tolerance false_pass false_fail wrong_step",
 )
@@ -280,7 +280,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
     (row `EVERY_JUDGE`: for all judges at once). All are null with fewer than four questions. Error columns: see
     `error_rates`.
     """
-    losers = sample(found, winners=False)
+    losers = bad_step_push(found, winners=False)
     gains = {judge: losers.share_N[judge] - losers.uniform_N for judge in found.judges}
     trusted = {judge: reliability(gain_N, losers.question_N) for judge, gain_N in gains.items()}
     random = np.random.default_rng(seed)

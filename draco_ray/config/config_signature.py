@@ -21,7 +21,7 @@ FILE = "run.json"
 _KEY_BYTES = 32
 
 
-def write_origin(run: Path, *configs: str) -> None:
+def sign_config(run: Path, *configs: str) -> None:
     """Write ``run.json``: the schema version, the configuration's digest, and this user's signature of it.
 
     While a configuration is replaced, ``configs`` are the old and the new one, and ``run.json`` has both digests and
@@ -50,7 +50,7 @@ def is_ours(run: Path, config_yaml: str) -> bool:
     return mine is not None and any(hmac.compare_digest(each.encode(), mine.encode()) for each in (found or "").split())
 
 
-def changed(run: Path, config_yaml: str) -> str | None:
+def config_edit_problem(run: Path, config_yaml: str) -> str | None:
     """A message if a run's configuration is not what the run wrote; None if it is unchanged, or if that is unknown."""
     if not config_yaml.strip():
         return "the file is empty; restore it from a copy"
@@ -73,7 +73,7 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def link_out(run: Path) -> Path | None:
+def find_escaping_symlink(run: Path) -> Path | None:
     """A link in the run directory that leads out of it, or None."""
     inside = Path(os.path.realpath(run))
     for folder, folders, files in os.walk(run):
@@ -87,7 +87,7 @@ def link_out(run: Path) -> Path | None:
 def write_private(path: Path, text: str) -> None:
     """Write a file of a run directory atomically and durably, readable by its owner only. Raises: OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", opener=private) as file:
+    with open(temporary, "w", encoding="utf-8", opener=private_opener) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -107,7 +107,7 @@ def create_once(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     # A link appears with the whole content, or not at all.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-    with open(draft, "wb", opener=private) as file:
+    with open(draft, "wb", opener=private_opener) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -116,7 +116,7 @@ def create_once(path: Path, content: bytes) -> None:
     draft.unlink()
 
 
-def private(path: str, flags: int) -> int:
+def private_opener(path: str, flags: int) -> int:
     """An ``opener`` for files that only this user can read; does not follow links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 

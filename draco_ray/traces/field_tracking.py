@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.model import Trace, clean
+from draco_ray.traces.model import Trace, escape_surrogates
 
 MIN_PROSE = 40
 """Minimum length of prose that counts as evidence, in characters."""
@@ -20,7 +20,7 @@ _ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_
 MAX_REPORTED = 3
 
 
-class Record(dict[str, Any]):
+class TrackedRecord(dict[str, Any]):
     """A JSON object that remembers which of its fields were looked up."""
 
     __slots__ = ("read",)
@@ -49,18 +49,18 @@ class Record(dict[str, Any]):
         return super().values()
 
 
-def watched(value: Any) -> Any:
-    """A JSON value whose objects are `Record`."""
+def track_fields(value: Any) -> Any:
+    """A JSON value whose objects are `TrackedRecord`."""
     if isinstance(value, dict):
-        return Record({key: watched(each) for key, each in value.items()})
-    return [watched(each) for each in value] if isinstance(value, list) else value
+        return TrackedRecord({key: track_fields(each) for key, each in value.items()})
+    return [track_fields(each) for each in value] if isinstance(value, list) else value
 
 
-def unread(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -> tuple[str, ...]:
+def unused_fields(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -> tuple[str, ...]:
     """Paths of fields with evidence that no reader looked up and no trace shows; at most `MAX_REPORTED`.
 
     Args:
-        record: a `watched` record, after it was read.
+        record: a `track_fields` record, after it was read.
         traces: the traces built from it.
         repeated: fields whose content was also read from another field.
     """
@@ -69,7 +69,7 @@ def unread(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -
         path
         for path, texts in _evidence(record, "", repeated)
         for text in texts
-        if clean(text.strip())[:COMPARED] not in shown
+        if escape_surrogates(text.strip())[:COMPARED] not in shown
     )
     return tuple(lost)[:MAX_REPORTED]
 
@@ -87,7 +87,7 @@ def _evidence(value: Any, path: str, repeated: Sequence[str]) -> Iterator[tuple[
     if isinstance(value, list):
         for each in value:
             yield from _evidence(each, path, repeated)
-    elif isinstance(value, Record):
+    elif isinstance(value, TrackedRecord):
         for key in value:
             below = f"{path}.{key}".lstrip(".")
             inner = dict.__getitem__(value, key)

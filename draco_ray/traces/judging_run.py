@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from draco_ray.config.config_signature import private_opener
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.prompts import load_static_rubric
-from draco_ray.judging.reply_cache import read_book
+from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, read_text, sole_driver, write_private
+from draco_ray.runs.directory import RunDirectory, lock_run, read_text, write_private
 from draco_ray.runs.store import RunStore
 from draco_ray.traces.files import INDEX
 from draco_ray.traces.judging import GroupJudgement
@@ -87,7 +87,7 @@ class JudgingRun:
             directory = RunDirectory.create(path, dump_config(config))
         else:
             directory = RunDirectory.open(path)
-        with sole_driver(directory):
+        with lock_run(directory):
             if not new:
                 _check_same(directory, config, index)
                 directory.write_config(dump_config(config))
@@ -139,7 +139,7 @@ class JudgingRun:
         rewards: list[float] = []
         errors: list[str] = []
         lines = self.path / f"{LINES}.tmp"
-        with open(lines, "w", encoding="utf-8", opener=private) as file:
+        with open(lines, "w", encoding="utf-8", opener=private_opener) as file:
             for begin in range(0, len(self._groups), GROUPS_A_STEP):
                 step = begin // GROUPS_A_STEP + 1
                 members = range(begin, min(begin + GROUPS_A_STEP, len(self._groups)))
@@ -192,7 +192,7 @@ class JudgingRun:
         if state.advantages is not None:
             tokens: dict[int, Sequence[int]] = {each.rollout: [int(n) for n in each.tokens_M] for each in played}
             write("advantages", step, key, rows.advantage_rows(step, task_id, state.advantages, tokens))
-        calls = [rows.as_paid(call, self._booked) for call in state.calls]
+        calls = [rows.recover_paid_call(call, self._booked) for call in state.calls]
         known = {call.call_id for call in calls}
         # If a group is judged again, keep its earlier calls behind the new ones: they were paid for.
         written = rows.part_rows(self.directory, "judge_calls", step, key)
@@ -226,7 +226,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
 
 def _begun(path: Path) -> bool:
     """Whether anything was judged or paid for in the directory."""
-    return any((path / JUDGED).glob("*.json")) or read_book(path / "judge_cache").dollars > 0
+    return any((path / JUDGED).glob("*.json")) or read_cost_ledger(path / "judge_cache").dollars > 0
 
 
 def _index(groups: Sequence[TraceGroup]) -> Iterable[dict[str, Any]]:

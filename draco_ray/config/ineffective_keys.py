@@ -12,7 +12,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.registry import installed
 
 
-def typed_keys(overrides: Iterable[str]) -> list[str]:
+def overridden_keys(overrides: Iterable[str]) -> list[str]:
     """The keys set by ``KEY=VALUE`` arguments; if a value is a mapping, the keys in it.
 
     >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
@@ -30,7 +30,7 @@ def typed_keys(overrides: Iterable[str]) -> list[str]:
     return [key for each in overrides for key in below(parse_override(each), "")]
 
 
-def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
+def check_effective(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
     """Refuse keys that have no effect.
 
     Args:
@@ -43,7 +43,7 @@ def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], id
     Raises:
         ConfigError: a key has no effect.
     """
-    for key in typed_keys(overrides):
+    for key in overridden_keys(overrides):
         parts = key.split(".")
         above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         if not any(each in read for each in above):
@@ -61,8 +61,8 @@ SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury"
 """Keys of ``judge`` that apply only to a model behind an endpoint."""
 
 
-def judge_idle(config: DracoConfig) -> dict[str, str]:
-    """Keys of judge and advantage rule without effect in this configuration, for `check_effect`."""
+def ineffective_judge_keys(config: DracoConfig) -> dict[str, str]:
+    """Keys of judge and advantage rule without effect in this configuration, for `check_effective`."""
     judge, idle = config.judge, dict[str, str]()
     for part, switch, on in (
         ("judge.rule_judge", "start", judge.rule_judge.start),
@@ -87,9 +87,9 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
     return idle
 
 
-def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
+def check_training_keys(overrides: Iterable[str], config: DracoConfig) -> None:
     """Refuse keys without effect on a training run. Raises: ConfigError."""
-    train, idle = config.train, judge_idle(config)
+    train, idle = config.train, ineffective_judge_keys(config)
     idle["learner.sft_learning_rate"] = "on training; only `draco sft` uses it"
     if config.algorithm.reward == "rubric":
         del idle["judge.held_out"]
@@ -116,4 +116,4 @@ def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     if config.ray.address is not None:
         own = ("object_store_mib", "dashboard")
         idle |= {f"ray.{key}": "with ray.address: that Ray cluster is already running" for key in own}
-    check_effect("train", overrides, TRAINING, idle)
+    check_effective("train", overrides, TRAINING, idle)

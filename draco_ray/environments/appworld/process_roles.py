@@ -28,7 +28,7 @@ _CUT = "\n[output cut at {limit} bytes]\n"
 class BoundedText(io.StringIO):
     """Captured standard output that keeps the first ``limit`` bytes and discards the rest.
 
-    It can be saved, tokenized and sent: lone surrogates are escaped (`plain_text`).
+    It can be saved, tokenized and sent: lone surrogates are escaped (`escape_surrogates`).
     """
 
     def __init__(self, limit: int) -> None:
@@ -41,7 +41,7 @@ class BoundedText(io.StringIO):
         """Keep what fits in the limit. Returns the full length of ``text``, so that the writer does not see the cut."""
         if not self._is_cut:
             # At most `left` characters fit, so a huge text is cut before encoding.
-            plain = plain_text(text[: self._left + 1])
+            plain = escape_surrogates(text[: self._left + 1])
             kept = cut_to_bytes(plain, self._left)
             self._left -= len(kept.encode())
             super().write(kept)
@@ -51,7 +51,7 @@ class BoundedText(io.StringIO):
         return len(text)
 
 
-def plain_text(text: str) -> str:
+def escape_surrogates(text: str) -> str:
     """``text`` with lone surrogates escaped, as ``\\ud800``, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
@@ -66,7 +66,7 @@ def cut_to_bytes(text: str, limit: int) -> str:
     return data[:limit].decode("utf-8", "surrogatepass")
 
 
-def cut_with_mark(text: str, limit: int) -> str:
+def truncate(text: str, limit: int) -> str:
     """``text``; if it is longer than ``limit`` bytes plus a mark, its beginning and the mark."""
     mark = _CUT.format(limit=limit)
     allowed = limit + len(mark)
@@ -76,7 +76,7 @@ def cut_with_mark(text: str, limit: int) -> str:
     return text if len(kept) == len(text) else cut_to_bytes(kept, limit) + mark
 
 
-def prepare(output_bytes: int) -> None:
+def preload_appworld(output_bytes: int) -> None:
     """Import what tasks need, so that forks share it, and limit what they can print."""
     gc.disable()  # everything imported stays; collecting would take 20 % of the time
     from appworld.api_docs import prepare_api_docs
@@ -108,7 +108,7 @@ def prepare(output_bytes: int) -> None:
     shutil.copymode = lambda source, target, **options: None
     environment: Any = importlib.import_module("appworld.environment")
     trace = environment.get_stack_trace_from_exception
-    environment.get_stack_trace_from_exception = lambda *given, **options: plain_text(trace(*given, **options))
+    environment.get_stack_trace_from_exception = lambda *given, **options: escape_surrogates(trace(*given, **options))
     execute = AppWorld.execute
 
     def execute_bounded(self: Any, code: str) -> str:
@@ -120,7 +120,7 @@ def prepare(output_bytes: int) -> None:
             message = f"Execution failed. Traceback:\n{type(error).__name__}: {error or 'the code cannot be parsed'}"
             self.environment_io.append({"input": code, "output": message})
             return message
-        return cut_with_mark(execute(self, code), output_bytes)
+        return truncate(execute(self, code), output_bytes)
 
     AppWorld.execute = execute_bounded
 
@@ -160,7 +160,7 @@ def saved_folder(task_id: str) -> str:
     return os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
 
 
-def save(task_id: str, channel: Channel) -> None:
+def send_saved_world(task_id: str, channel: Channel) -> None:
     """Read the world that AppWorld saved, after the process that ran its code has ended."""
     channel.receive()
     channel.answer({})
@@ -171,7 +171,7 @@ def save(task_id: str, channel: Channel) -> None:
         channel.answer({"unusable": str(error)})
 
 
-def judge(task_id: str, channel: Channel) -> None:
+def evaluate_saved_world(task_id: str, channel: Channel) -> None:
     """Have AppWorld evaluate a saved world in a process that never ran its code.
 
     The first answer is ``{"tests", "difficulty"}`` once everything except the world is loaded, or ``{"error"}`` if the

@@ -17,7 +17,7 @@ from pathlib import Path
 from draco_ray.config.schema import RunConfig
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.remote.claim import ClaimLost, take
+from draco_ray.runs.remote.claim import ClaimLost, claim_run
 from draco_ray.runs.remote.copier import Copier, restore
 from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_manifest
 from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
@@ -36,7 +36,7 @@ def is_url(text: object) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunLocation:
     """The folder in which a run works, and the URL of its copy."""
 
     local: Path
@@ -45,15 +45,15 @@ class Place:
     """URL of the copy; None if there is no copy."""
 
 
-def place_of(config: RunConfig, name: str) -> Place:
+def run_location(config: RunConfig, name: str) -> RunLocation:
     """The place of the run ``name`` with this configuration."""
     if isinstance(config.root, Path):
-        return Place(config.root.resolve() / name)
+        return RunLocation(config.root.resolve() / name)
     base, options = _split(config.root)
     return _remote_place(f"{base.rstrip('/')}/{name}{options}", config.local)
 
 
-def place_at(given: str | Path, local: Path | None = None, *, trust: bool = False) -> Place:
+def parse_run_location(given: str | Path, local: Path | None = None, *, trust: bool = False) -> RunLocation:
     """The place of a run that a user names by its folder or its URL.
 
     Args:
@@ -68,17 +68,17 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
         return _remote_place(given, local)
     folder = Path(given)
     if (marker := Marker.read(folder)) is None:
-        return Place(folder)
+        return RunLocation(folder)
     folder = folder.resolve()
     if not trust and not RunDirectory.open(folder).ours:
         raise ConfigError(
             f"{folder}: somebody else made this folder, and it would be copied to {marker.url}; to allow this add "
             f"--trust, otherwise remove {folder / MARKER}"
         )
-    return Place(folder, marker.url)
+    return RunLocation(folder, marker.url)
 
 
-def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: None) -> Path:
+def fetch_run_for_reading(given: str, *, checkpoints: bool = False, say: Say = lambda line: None) -> Path:
     """The folder of a run to read: the given folder, or an up-to-date local copy of the run in the store.
 
     Args:
@@ -116,15 +116,15 @@ def checkpoint_steps(given: str) -> list[int]:
 
 @contextlib.contextmanager
 def results_folder(given: str | None, say: Say) -> Iterator[Path | None]:
-    """The run directory of ``--out``, which may be a URL: see `working`."""
+    """The run directory of ``--out``, which may be a URL: see `open_working_folder`."""
     if given is None:
         yield None
         return
-    with working(place_at(given), say, again="the same command again") as folder:
+    with open_working_folder(parse_run_location(given), say, again="the same command again") as folder:
         yield folder
 
 
-def begun(place: Place, say: Say) -> bool:
+def begun(place: RunLocation, say: Say) -> bool:
     """Whether a run at this place has begun."""
     here = (place.local / "config.yaml").is_file() and not RunDirectory.open(place.local).untouched
     if here or place.url is None:
@@ -134,7 +134,7 @@ def begun(place: Place, say: Say) -> bool:
 
 
 @contextlib.contextmanager
-def working(place: Place, say: Say, *, new: bool = False, again: str | None = None) -> Iterator[Path]:
+def open_working_folder(place: RunLocation, say: Say, *, new: bool = False, again: str | None = None) -> Iterator[Path]:
     """The run directory to work in.
 
     If the run has a copy, this claims the copy, restores from it if it is ahead, and keeps it up to date. After the
@@ -154,7 +154,7 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
         yield place.local
         return
     store = ObjectStore(place.url, say, seconds=START_SECONDS)
-    claim = take(store)
+    claim = claim_run(store)
     claim.keep(store.retrying(0.0))
     try:
         latest = latest_manifest(store)
@@ -212,7 +212,7 @@ def _copying(copier: Copier, store: ObjectStore) -> Iterator[None]:
         thread.join()
 
 
-def _copy_all(copier: Copier, store: ObjectStore, place: Place, again: str) -> None:
+def _copy_all(copier: Copier, store: ObjectStore, place: RunLocation, again: str) -> None:
     """Copy what is not in the store yet. Raises: StoreError: not everything could be copied."""
     try:
         copier.copy(store)
@@ -250,12 +250,12 @@ def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
     unfinished.rename(folder)
 
 
-def _remote_place(url: str, local: Path | None) -> Place:
+def _remote_place(url: str, local: Path | None) -> RunLocation:
     if re.match(r"[a-z0-9+.-]+://[^/@]*:[^/@]*@", url):
         raise ConfigError(
             "run.root: a URL must not contain a password; use the environment variables of the cloud provider's tools"
         )
-    return Place(_folder(url, (local or _caches() / "runs").resolve()), url)
+    return RunLocation(_folder(url, (local or _caches() / "runs").resolve()), url)
 
 
 def _folder(url: str, root: Path) -> Path:

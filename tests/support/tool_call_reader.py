@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from functools import cache
 
-from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
+from draco_ray.engine.chat import ChatTokenizer
+from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCallReader
 
 
-class ReadsCalls:
+class ToolCallReaderMixin:
     """Makes a stand-in for a sampler read calls as a policy engine does."""
 
-    chat: ChatTokens
+    chat: ChatTokenizer
 
-    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
+    async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ParsedToolCalls | None:
         reader = _reader(self.chat, parser)
         return reader.read(text, tools, thinking=reader.opens_thinking)
 
 
 @cache
-def _reader(chat: ChatTokens, parser: str | None) -> ToolCallReader:
+def _reader(chat: ChatTokenizer, parser: str | None) -> ToolCallReader:
     return ToolCallReader(chat, parser)

@@ -25,7 +25,7 @@ PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 """Names of a gated delta net's input projections in Qwen3.5 and 3.6."""
 
 
-def context_group(workers: int, size: int, device: str) -> Context | None:
+def context_group(workers: int, size: int, device: str) -> ContextParallelGroup | None:
     """The workers, of consecutive ranks, that share their micro-batches with this one; None for ``size`` 1.
 
     Args:
@@ -36,10 +36,10 @@ def context_group(workers: int, size: int, device: str) -> Context | None:
     if size == 1:
         return None
     mesh = init_device_mesh(device, (workers // size, size), mesh_dim_names=("data", "context"))
-    return Context(mesh.get_group("context"))
+    return ContextParallelGroup(mesh.get_group("context"))
 
 
-class Context:
+class ContextParallelGroup:
     """The N workers that share a micro-batch of T tokens, t = T / N each.
 
     `to_heads`, `to_tokens` and `gather` are collectives of all N workers, and so are their backward passes.
@@ -58,7 +58,7 @@ class Context:
         Returns: T x heads / N x width; heads are repeated where their number does not divide by N.
         """
         parts_tNC = [
-            array.repeat_interleave(repeats(array.shape[1], self.size), dim=1).reshape(len(array), self.size, -1)
+            array.repeat_interleave(head_copies(array.shape[1], self.size), dim=1).reshape(len(array), self.size, -1)
             for array in arrays
         ]
         sent_NtC = torch.cat([part.transpose(0, 1) for part in parts_tNC], dim=2)
@@ -87,12 +87,12 @@ class Context:
 
     def heads(self, total: int) -> list[int]:
         """Indices of the heads, of ``total``, that `to_heads` sends to this worker."""
-        copies = repeats(total, self.size)
+        copies = head_copies(total, self.size)
         mine = total * copies // self.size
         return [head // copies for head in range(self.rank * mine, (self.rank + 1) * mine)]
 
 
-def repeats(heads: int, workers: int) -> int:
+def head_copies(heads: int, workers: int) -> int:
     """Number of copies of each head, so that all workers get equally many; 1 if the heads divide evenly."""
     return lcm(heads, workers) // heads
 
@@ -103,7 +103,7 @@ class DeltaNetHeads:
     Its input is the result of `exchanged`: the projections of all tokens for these heads.
     """
 
-    def __init__(self, mixer: Any, context: Context) -> None:
+    def __init__(self, mixer: Any, context: ContextParallelGroup) -> None:
         self._mixer, self._context = mixer, context
         keys, values = context.heads(mixer.num_k_heads), context.heads(mixer.num_v_heads)
         self.num_k_heads, self.num_v_heads = len(keys), len(values)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import Entry, decoded, first_of
-from draco_ray.traces.formats import field, path_value
+from draco_ray.traces.entry import Entry, decode_if_json, first_of
+from draco_ray.traces.formats import get_field, path_value
 from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, unwrapped
-from draco_ray.traces.templates import templated
+from draco_ray.traces.templates import parse_chat_template
 
 REQUESTS = (
     *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
@@ -46,10 +46,12 @@ TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.
 def request_in(record: object, paths: Sequence[str] = REQUESTS) -> tuple[Mapping[str, Any], str, Any] | None:
     """The request in a record, the field with its messages, and the messages; None if there are none."""
     for path in paths:
-        request = decoded(path_value(record, path)) if path else record
+        request = decode_if_json(path_value(record, path)) if path else record
         if isinstance(request, Mapping) and (name := history_name(request)) is not None:
             # A prompt may be JSON itself.
-            history = decoded(request[name]) if _is_history(decoded(request[name]), name) else request[name]
+            history = (
+                decode_if_json(request[name]) if _is_history(decode_if_json(request[name]), name) else request[name]
+            )
             history = history.get("messages", [history]) if isinstance(history, Mapping) else history
             return request, name, history
     return None
@@ -66,7 +68,7 @@ def request_entries(record: object) -> list[Entry]:
     request, _, history = found
     if isinstance(history, list):
         history = [{"role": "user", "content": each} if isinstance(each, str) else each for each in history]
-    return system_entries(told([request], SYSTEM)) + entries(history)
+    return system_entries(first_path_value([request], SYSTEM)) + entries(history)
 
 
 def system_entries(system: Any) -> list[Entry]:
@@ -76,7 +78,7 @@ def system_entries(system: Any) -> list[Entry]:
     return entries([{"role": "system", "content": content}]) if known else []
 
 
-def told(holders: Sequence[Any], paths: Sequence[str]) -> Any:
+def first_path_value(holders: Sequence[Any], paths: Sequence[str]) -> Any:
     """The value at the first of these paths that one of the objects has; None if none has it."""
     return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
 
@@ -85,7 +87,9 @@ def history_name(request: Mapping[str, Any]) -> str | None:
     """The field of a request that contains its messages."""
     # Use a copy, since a lookup in the record itself marks the field as read.
     fields = dict(request)
-    read = ((name, value) for name in HISTORIES if name in fields for value in (decoded(fields[name]), fields[name]))
+    read = (
+        (name, value) for name in HISTORIES if name in fields for value in (decode_if_json(fields[name]), fields[name])
+    )
     known = (name for name, value in read if _is_history(value, name))
     columns = _is_conversations(fields.get("messages"))
     if (name := next(known, None)) or ("messages" in fields and not columns):
@@ -111,14 +115,14 @@ def _is_history(value: object, name: str) -> bool:
     if isinstance(value, Mapping):
         value = value.get("messages", [value])
     if isinstance(value, str):
-        return name in ("input", "prompt", "contents") or (name == "text" and bool(templated(value)))
+        return name in ("input", "prompt", "contents") or (name == "text" and bool(parse_chat_template(value)))
     return is_messages(value)
 
 
 def _is_dialogue(value: Any) -> bool:
     """Whether the value is a list of messages with at least one from an agent."""
     return is_messages(value) and any(
-        str(field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
+        str(get_field(unwrapped(each), "role")).casefold() in AGENT_ROLES or each.get("kind") == "response"
         for each in value
         # Elements of `choices` belong to a response.
         if isinstance(each, Mapping) and not isinstance(each.get("message"), Mapping)

@@ -11,7 +11,7 @@ from draco_ray.algorithm.equations import step_advantages
 from draco_ray.records import FloatArray, IntArray
 
 
-def sampled_runs(mask: ArrayLike) -> list[tuple[int, int]]:
+def sampled_spans(mask: ArrayLike) -> list[tuple[int, int]]:
     """The agent's turns in a response: half-open spans of tokens that it sampled, in order.
 
     >>> sampled_runs([0, 1, 1, 0, 1])
@@ -36,7 +36,7 @@ def token_advantages(
         step, no citation, or if the number of turns differs from ``acted`` (for example, in a truncated response).
     """
     mask_T = np.asarray(mask) != 0
-    runs = sampled_runs(mask_T)
+    runs = sampled_spans(mask_T)
     uniform_T = np.where(mask_T, np.float32(advantage), np.float32(0.0))
     if len(runs) != len(acted) or sum(acted) != len(quality) or not quality or any(q is None for q in quality):
         return uniform_T
