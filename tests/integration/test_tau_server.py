@@ -36,7 +36,8 @@ def configure(model: Path) -> DracoConfig:
     )
 
 
-def client(url: str, key: str | None) -> httpx.Client:
+def client(url: str | None, key: str | None) -> httpx.Client:
+    assert url is not None
     return httpx.Client(base_url=url.partition("/v1")[0], headers={"Authorization": f"Bearer {key}"}, timeout=None)
 
 
