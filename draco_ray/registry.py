@@ -32,7 +32,7 @@ def find_component(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     Raises:
         ConfigError: there is no such part, or its module cannot be imported.
 
-    >>> find("algorithm.rule", "statistics:mean", {})([1, 3])
+    >>> find_component("algorithm.rule", "statistics:mean", {})([1, 3])
     2
     """
     # Built-in parts are paths, not entry points, because Ray ships this package's folder without installed metadata.

@@ -14,7 +14,7 @@ from draco_ray.records import FloatArray, IntArray
 def sampled_spans(mask: ArrayLike) -> list[tuple[int, int]]:
     """The agent's turns in a response: half-open spans of tokens that it sampled, in order.
 
-    >>> sampled_runs([0, 1, 1, 0, 1])
+    >>> sampled_spans([0, 1, 1, 0, 1])
     [(1, 3), (4, 5)]
     """
     padded = np.concatenate([[0], (np.asarray(mask) != 0).astype(np.int8), [0]])

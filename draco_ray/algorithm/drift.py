@@ -93,9 +93,9 @@ def held_out_sample(reward_G: FloatArray) -> tuple[list[int], int | None]:
     Returns: the half with the highest rewards; and, in the other half, the one with the highest reward below the
     group's best, None if there is none.
 
-    >>> compared(np.array([0.1, 0.9, 0.5, 0.3]))
+    >>> held_out_sample(np.array([0.1, 0.9, 0.5, 0.3]))
     ([1, 2], 3)
-    >>> compared(np.array([1.0, 1.0, 1.0]))
+    >>> held_out_sample(np.array([1.0, 1.0, 1.0]))
     ([0], None)
     """
     order = [int(each) for each in np.argsort(-reward_G, kind="stable")]
@@ -148,9 +148,9 @@ def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
     Args:
         steps: for each step, the held-out judge's mean pass share of each group's better half; may be empty.
 
-    >>> fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
+    >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
     False
-    >>> fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
+    >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
     True
     """
     steps = steps[-LATEST:]

@@ -15,7 +15,7 @@ from draco_ray.registry import installed
 def overridden_keys(overrides: Iterable[str]) -> list[str]:
     """The keys set by ``KEY=VALUE`` arguments; if a value is a mapping, the keys in it.
 
-    >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
+    >>> overridden_keys(["seed=1", "judge.limits={dollars: 5}"])
     ['seed', 'judge.limits.dollars']
     """
     leaves = set(dotted_keys())

@@ -244,7 +244,7 @@ def seconds_to_pause(failures: int, hint: float | None, most: float) -> float:
 def format_duration(seconds: float) -> str:
     """A duration in words.
 
-    >>> span(59.6), span(125), span(3 * 3600 + 59)
+    >>> format_duration(59.6), format_duration(125), format_duration(3 * 3600 + 59)
     ('60 s', '2 min 5 s', '3 h 0 min')
     """
     whole = math.ceil(seconds)

@@ -21,7 +21,7 @@ ParametersT = ParamSpec("ParametersT")
 def table_schema(*groups: str) -> pa.Schema:
     """A schema with these columns, in order; each group is ``"type: names"``.
 
-    >>> columns("string: run judge", "int64: step", "string[]: titles").names
+    >>> table_schema("string: run judge", "int64: step", "string[]: titles").names
     ['run', 'judge', 'step', 'titles']
     """
     fields = []

@@ -48,7 +48,7 @@ def cut_output(output: str, limit: int) -> str:
 def number_tool_results(names: Sequence[str], results: Sequence[str]) -> str:
     """The results of a turn's calls as one text; several are listed by number and name.
 
-    >>> numbered(["add", "sub"], ["3", "1"])
+    >>> number_tool_results(["add", "sub"], ["3", "1"])
     '(1) add: 3\\n(2) sub: 1'
     """
     if len(results) == 1:

@@ -155,7 +155,7 @@ def wrap_thinking(text: str) -> str:
 def strip_thinking(text: str) -> str:
     """A turn's text without its reasoning, which a chat template may have opened before the turn.
 
-    >>> spoken("<think>a</think> b"), spoken("a</think> b"), spoken("<think>a")
+    >>> strip_thinking("<think>a</think> b"), strip_thinking("a</think> b"), strip_thinking("<think>a")
     (' b', ' b', '')
     """
     opened, closed, rest = text.partition("</think>")
@@ -165,7 +165,7 @@ def strip_thinking(text: str) -> str:
 def json_type_name(value: object) -> str:
     """The JSON type of a value in words.
 
-    >>> kind([1])
+    >>> json_type_name([1])
     'a list'
     """
     if value is None:

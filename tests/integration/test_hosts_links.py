@@ -30,22 +30,23 @@ while True:
 """
 DRIVER = f"""\
 import asyncio, sys
-from draco_ray.training.cluster import head_failure
-asyncio.run(head_failure(f"{{sys.argv[1]}}:{PORT}", look=0.5, gone=5.0))
+from draco_ray.training.cluster import wait_for_head_failure
+asyncio.run(wait_for_head_failure(f"{{sys.argv[1]}}:{PORT}", look=0.5, gone=5.0))
 """
 WRITER = """\
 import sys
 from pathlib import Path
 import pyarrow.fs
 from draco_ray.runs.remote import location
-from draco_ray.runs.remote.location import Place, readable, working
+from draco_ray.runs.remote.location import RunLocation, fetch_run_for_reading, open_working_folder
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import SmallRun, consistent
 location.INTERVAL_SECONDS = 0.1
 server, region = f"http://{sys.argv[1]}", "us-east-1"
 pyarrow.fs.S3FileSystem(endpoint_override=server, region=region, allow_bucket_creation=True).create_dir("bucket")
 url = f"s3://bucket/run?endpoint_override={sys.argv[1]}&scheme=http&region={region}"
-with working(Place(Path("run").resolve(), url), lambda line: print(line, flush=True), new=True) as path:
+where = RunLocation(Path("run").resolve(), url)
+with open_working_folder(where, lambda line: print(line, flush=True), new=True) as path:
     run = SmallRun(path)
     for step in (1, 2):
         for task in TASKS:
@@ -53,7 +54,7 @@ with working(Place(Path("run").resolve(), url), lambda line: print(line, flush=T
         run.finish(step)
         print("step", flush=True)
         sys.stdin.readline()
-assert consistent(readable(url, checkpoints=True)) == consistent(path)
+assert consistent(fetch_run_for_reading(url, checkpoints=True)) == consistent(path)
 print("the same", flush=True)
 """
 

@@ -241,11 +241,11 @@ def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Fault
         import sys, time
         from pathlib import Path
         from draco_ray.runs.remote import location
-        from draco_ray.runs.remote.location import Place, working
+        from draco_ray.runs.remote.location import RunLocation, open_working_folder
         from tests.support.small_run import TASKS
         from tests.unit.test_remote_runs import SmallRun
         location.INTERVAL_SECONDS, location.SHARE = 0.01, 1.0
-        with working(Place(Path({str(here.local)!r}), {here.url!r}), print, new=True) as path:
+        with open_working_folder(RunLocation(Path({str(here.local)!r}), {here.url!r}), print, new=True) as path:
             run = SmallRun(path)
             for step in range(1, 1000):
                 for task in TASKS:

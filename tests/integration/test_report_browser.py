@@ -458,7 +458,7 @@ def test_what_a_group_lacks_is_said(started_browser: Browser, tmp_path: Path) ->
     started_browser.goto(f"{path.as_uri()}#group/1/{TASKS[0]}")
     at(started_browser, f"#group/1/{TASKS[0]}")
     said = [text.partition(":")[0] for text in texts(started_browser, "#group > p.bad")]
-    assert said == ["2 rollouts lost", "1 rollout unscored", "1 rollout without step credit"]
+    assert said == ["2 rollouts lost", "1 rollout unscored and left out of the update", "1 rollout without step credit"]
 
 
 def test_a_print_of_a_rollout_says_whose_it_is(browser: Browser, page: str) -> None:

@@ -20,13 +20,13 @@ import ray
 from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.training import cluster
-from draco_ray.training.cluster import connect
+from draco_ray.training.cluster import connect_ray
 
 cluster.CHECK_SECONDS, cluster.LOG_SECONDS = 0.2, 1.0
 address, root, name = sys.argv[1:]
 config = load_config("sandbox", [f"ray.address={address}", f"data.root={root}", f"run.name={name}"])
 sys.stdin.readline()
-connect(config, console=Console(width=1000))
+connect_ray(config, console=Console(width=1000))
 print("has room", flush=True)
 sys.stdin.readline()
 places = ray.remote(num_cpus=2)(cluster.StartLock).remote()

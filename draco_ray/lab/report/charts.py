@@ -54,7 +54,7 @@ def percent(value: float) -> str:
 def format_compact(value: float) -> str:
     """A number in few characters.
 
-    >>> [compact(v) for v in (0.0, 0.00012, 0.25, 3.0, 15200, 2.5e6)]
+    >>> [format_compact(v) for v in (0.0, 0.00012, 0.25, 3.0, 15200, 2.5e6)]
     ['0', '0.00012', '0.25', '3', '15k', '2.5M']
     """
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -242,7 +242,7 @@ def timeline(
 def heat_color(share: float) -> str:
     """The colour of a share in [0, 1].
 
-    >>> heat(0.0), heat(1.0)
+    >>> heat_color(0.0), heat_color(1.0)
     ('#c9485b', '#2f9e77')
     """
     place = min(max(share, 0.0), 1.0) * 2

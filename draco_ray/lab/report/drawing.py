@@ -74,7 +74,7 @@ _DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 def escape_bidi(text: str) -> str:
     """``text`` with characters that change the writing direction spelled out.
 
-    >>> visible("a\u202eb")
+    >>> escape_bidi("a\u202eb")
     'a⟨U+202E⟩b'
     """
     return _DIRECTION.sub(lambda found: f"⟨U+{ord(found[0]):X}⟩", text)

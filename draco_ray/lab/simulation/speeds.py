@@ -62,7 +62,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
 def mean_concurrency(began: FloatArray, ended: FloatArray) -> FloatArray:
     """For each of n intervals, the mean number of intervals that overlap it, including itself.
 
-    >>> mean_running(np.array([0.0, 1.0]), np.array([2.0, 2.0]))
+    >>> mean_concurrency(np.array([0.0, 1.0]), np.array([2.0, 2.0]))
     array([1.5, 2. ])
     """
     times = np.concatenate([began, ended])

@@ -100,7 +100,7 @@ def message_key(message: Mapping[str, Any]) -> str:
     equal, because not every language keeps the decimal point.
 
     >>> said = {"role": "assistant", "content": "Done.", "tool_calls": []}
-    >>> identity(said) == identity({"role": "assistant", "content": " Done. "})
+    >>> message_key(said) == message_key({"role": "assistant", "content": " Done. "})
     True
     """
     content = message.get("content") or ""

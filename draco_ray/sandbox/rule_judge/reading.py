@@ -105,7 +105,7 @@ def format_reply(entries: Sequence[Any], tag: str = "") -> str:
 def extract_instruction(user_text: str) -> str:
     """The task itself, without the introduction and the instructions around it.
 
-    >>> instruction("My name is Ada. Your task is: Pin all my notes.")
+    >>> extract_instruction("My name is Ada. Your task is: Pin all my notes.")
     'Pin all my notes.'
     """
     text = unescape(user_text).strip()

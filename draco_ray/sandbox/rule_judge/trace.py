@@ -126,8 +126,8 @@ class CodeTrace:
 def error_line(output: str | None) -> str | None:
     """The last visible line of an error in a step's output, or None.
 
-    >>> failure("17")
-    >>> failure("Execution failed. Traceback:\\n ...\\nKeyError: 'x'")
+    >>> error_line("17")
+    >>> error_line("Execution failed. Traceback:\\n ...\\nKeyError: 'x'")
     "KeyError: 'x'"
     """
     if output is None or not _FAILED.search(output):
