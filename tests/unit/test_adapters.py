@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import doctest
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draco_ray.adapters import per_token_advantages
 from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import Judging, judge_conversations
 from draco_ray.adapters.credit import conversation_of_tokens
@@ -32,11 +30,6 @@ from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 MASK = [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1]
 ACTED = (True, True, False)
-
-
-def test_the_examples_run() -> None:
-    assert doctest.testmod(per_token_advantages).attempted > 0
-    assert doctest.testmod(per_token_advantages).failed == 0
 
 
 @pytest.mark.parametrize("advantage", [0.7, -0.7])

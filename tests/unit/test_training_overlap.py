@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -54,7 +52,3 @@ def test_hidden_seconds_do_not_compare_everything_with_everything() -> None:
 def test_no_work_has_no_share() -> None:
     assert overlap.hidden_share([], behind=[(0, 1)]) is None
     assert overlap.hidden_share([(0, 4)], behind=[]) == pytest.approx(0.0)
-
-
-def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(overlap).failed == 0

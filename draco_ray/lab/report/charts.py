@@ -243,7 +243,7 @@ def heat_color(share: float) -> str:
     """The colour of a share in [0, 1].
 
     >>> heat_color(0.0), heat_color(1.0)
-    ('#c9485b', '#2f9e77')
+    ('#e2808e', '#58b491')
     """
     place = min(max(share, 0.0), 1.0) * 2
     first = min(int(place), 1)

@@ -101,7 +101,7 @@ def to_image(drawing: Drawing) -> Markup:
 def text_width(string: str, size: float) -> float:
     """Approximate width of a text, in points: that of a digit in Helvetica per letter, two for a Chinese character.
 
-    >>> text_width("00", 10)
+    >>> round(text_width("00", 10), 1)
     11.2
     """
     return 0.56 * size * cell_len(string)
