@@ -51,8 +51,8 @@ AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "ge
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "observation")
 RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?")
 CALL_ROLE = re.compile(r"(tool|function)-(call|use)s?(-invocation)?")
-"""Roles, or types beside a role, of messages with nothing but calls, in fields or in the text (smolagents: a Python
-list, ShareGPT: JSON). `RESULT_ROLE` is the same for results."""
+"""Roles (or types, where a message also has a role) of messages that contain calls only, in fields or in the text
+(smolagents: a Python list, ShareGPT: JSON). `RESULT_ROLE` is the same for results."""
 CALLS = "tool-call"
 LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
 """Types of LangChain's messages, used as roles; its class names begin with them."""

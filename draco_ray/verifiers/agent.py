@@ -80,7 +80,7 @@ class VerifiersAgent:
         )
         if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
             return trajectory
-        # There is nothing to judge or to learn from.
+        # Without a sampled token the rollout can be neither judged nor trained on.
         lost = f"verifiers: the traces contain none of the policy's {episode.turns} turns"
         return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 

@@ -162,7 +162,7 @@ async def test_requests_that_a_killed_process_left_are_booked_once(
             assert ("2 requests of an earlier process had no answer" in capsys.readouterr().out) is not batch
         _settle_unanswered(tmp_path, SimpleNamespace(batch=True, release=True))  # type: ignore[arg-type]
         assert read_cost_ledger(tmp_path) == book
-        # There is not room for them twice.
+        # The budget does not suffice to pay for the requests a second time.
         limiter = Limiter(JudgeLimits(dollars=1.1 * book.dollars), spent=book.dollars, booked=book.under_way)
         third = client(server, provider, tmp_path, LimiterQueue(limiter))
         found = await asyncio.gather(*map(third, map(asked, texts)))

@@ -51,7 +51,7 @@ class StandIn:
         return Sample(token_ids=said, logprobs=[0.0, 0.0], finish_reason="stop", policy_version=self.version)
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
-        """The version of the adapter as the only log-prob."""
+        """A single log-prob: the version of the adapter."""
         return [float(self.version)]
 
     async def stop(self) -> None:

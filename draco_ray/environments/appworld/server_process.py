@@ -57,7 +57,7 @@ class ServerProcess(ForkClient):
         self._spec = spec
         self._process = process
         self.excess = ""
-        """Message about the limit for which this server was ended; empty if none was exceeded."""
+        """Error message with the limit that this server exceeded, for which it was ended; empty if it exceeded none."""
         self._cpu_seconds = 0
         self._what = ""
         self._watching = asyncio.ensure_future(self._watch())
