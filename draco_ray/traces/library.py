@@ -196,7 +196,7 @@ class MeteredJudge:
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
         self.limiter = Limiter(JudgeLimits())
-        """Limiter made by `open_judge`; ``spent``, unlike ``dollars``, includes start-up checks and unanswered requests."""
+        """Set by `open_judge`; its ``spent``, unlike ``dollars``, includes start-up checks and unanswered requests."""
         self.checked = False
         """Whether the judges have answered, so that a later outage is waited for."""
         self.waits_for = ""
