@@ -1,7 +1,7 @@
 """DRACO (Distributing Rubric-based Advantage for Credit Optimization) as a distributed Ray pipeline.
 
 The public API; every name is imported when it is first used, so that ``import draco_ray`` itself imports nothing:
-the jail of model-written code and AppWorld's virtual environment import this package too.
+the jailed processes of model-written code and AppWorld's virtual environment import this package too.
 
 ========================  ==========================================================================================
 `load_config`             a preset or a YAML file, a setting and ``key=value`` overrides, as a `DracoConfig`
@@ -10,7 +10,7 @@ the jail of model-written code and AppWorld's virtual environment import this pa
 `step_advantages`         verdicts and citations of a group to an advantage per step: the paper's closed form
 `train`, `resume`         run and continue a training run (``pip install "draco-ray[train]"`` and an engine)
 `RunDirectory`            the files of a run: its metrics, tables and checkpoints
-`surviving_criteria`      criteria that apply to some rollout of a group and do not pass everywhere
+`surviving_criteria`      criteria that at least one rollout of a group fails
 `rubric_rewards`          verdicts to a reward per rollout
 `group_advantages_G`      rewards to an advantage per rollout (GRPO)
 `step_quality`            cited steps to a quality per step
@@ -97,7 +97,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     """Import a public name the first time it is used (PEP 562).
 
-    Raises: MissingExtra when it needs a package that the base install leaves out; AttributeError.
+    Raises: MissingExtra if the name needs a package that the base install leaves out; AttributeError if it is unknown.
     """
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -110,6 +110,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not. Without Ray those that need it are left out, since ``help`` imports all."""
+    """The public names, imported or not. Without Ray, names that need it are left out: ``help`` imports all names."""
     missing = {"resume", "train"} if find_spec("ray") is None else set()
     return sorted({*globals(), *__all__} - missing)

@@ -24,7 +24,7 @@ from draco_ray.registry import find_component, installed
 
 
 class _Commands(TyperGroup):
-    """The commands of this package, and those of installed packages, which are looked up only when needed."""
+    """The commands of this package and of other installed packages; the latter are looked up only when needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         names = super().list_commands(ctx)
@@ -143,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_line(problem), file=sys.stderr)
         sys.exit(problem.exit_code)
     except KeyboardInterrupt:
-        # Inside a command, Typer handles it.
+        # While a command runs, Typer handles Ctrl-C itself.
         sys.exit(130)
 
 

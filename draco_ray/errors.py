@@ -1,10 +1,10 @@
-"""Errors a caller may want to tell apart. Each message is one line: what, which, expected, what to do.
+"""Errors a caller may want to tell apart. Each message is one line: what is wrong, what was expected, what to do.
 
     DracoError
     ├── MissingExtra         a package that the light base install leaves out (also an ImportError)
     ├── ConfigError          what the user typed: unknown key, value out of range, missing file
-    ├── WorldError           an AppWorld data root or task that cannot be used
-    ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
+    ├── WorldError           an environment's data or task that cannot be used
+    ├── EnvironmentCrashed   an environment that died or hung (the rollout ends, the run goes on)
     │   ├── WorldBroken      a rollout's own code broke its server (the rollout has failed; it is not retried)
     │   └── IsolationUnavailable  the host cannot confine model-written code as configured (the run stops)
     ├── JudgeUnavailable     a judge that cannot be reached or refuses requests (the run stops, resumable)
@@ -12,7 +12,7 @@
     ├── RubricError          no criterion is left when a static rubric is authored
     ├── ReplyError           a judge's reply that breaks its contract (retried once, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
-    ├── EngineAway           an engine that does not serve yet (its request goes to another, or waits)
+    ├── EngineNotReady       an engine that does not serve yet (the request goes to another engine, or waits)
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
@@ -45,11 +45,11 @@ class ConfigError(DracoError, ValueError):
 
 
 class WorldError(DracoError):
-    """An AppWorld data root or one of its tasks cannot be used."""
+    """An environment's data or one of its tasks cannot be used."""
 
 
 class EnvironmentCrashed(DracoError):
-    """The AppWorld server of a slot died, hung or broke its protocol."""
+    """The environment of a slot died, hung or broke its protocol."""
 
 
 class WorldBroken(EnvironmentCrashed):
@@ -61,7 +61,7 @@ class IsolationUnavailable(EnvironmentCrashed):
 
 
 class JudgeUnavailable(DracoError):
-    """No judge call can succeed: unreachable, key refused, model unknown."""
+    """No judge call can succeed: the judge is unreachable, the key is refused, or the model is unknown."""
 
 
 class BudgetSpent(JudgeUnavailable):

@@ -62,7 +62,7 @@ class Group:
     task_id: str
     prompt: tuple[Message, ...]
     members: str = "rollouts"
-    """Word for its rollouts in messages."""
+    """Word for the group's rollouts in error messages, such as ``traces``."""
     reason: str | None = None
     """Why the group was dropped from the update; None if it was not."""
     rollouts: list[RolloutSummary] = field(default_factory=list)
@@ -88,11 +88,11 @@ class Pipeline:
     advantages: Any
     """The advantage actor, a `draco_ray.algorithm.computer.AdvantageComputer`."""
     keep: Any
-    """Stores results."""
+    """The actor that stores results, a `draco_ray.runs.store_actor.RunStoreActor`, or a stand-in with its methods."""
     static_rubric: Any = None
     """A reference to the fixed rubric as a `Judged`, if there is one."""
     held_out: HeldOutJudge | None = None
-    """Scores some rollouts for comparison."""
+    """Scores some rollouts with a judge that is never trained on; None: no such judge."""
     carried: dict[str, CarriedRubric] = field(default_factory=dict)
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
@@ -101,7 +101,7 @@ class Pipeline:
     watch: Callable[[Group], None] = lambda group: None
     """Called at every change of a group."""
     wait: Wait = lambda kind, which: nullcontext()
-    """Takes the kind and the name of what is waited for; returns a context manager that is entered for the wait."""
+    """Takes the kind and name of what is awaited; returns a context manager that is open during the wait."""
 
     def __post_init__(self) -> None:
         self._cites = find_rule(self.config.rule, self.config.reliability).cites
@@ -130,7 +130,7 @@ class Pipeline:
     async def _played(
         self, group: Group, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> Reference | None:
-        """rollout ×G, and everything after it in the graph."""
+        """Play the group's rollouts, and run everything after them in the graph."""
         members = await gather_or_cancel(
             self._member(group, rollout, existing) for rollout in range(self.config.group_size)
         )
@@ -161,7 +161,7 @@ class Pipeline:
     async def _member(
         self, group: Group, rollout: int, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> tuple[FinishedRollout, Judgement | None] | None:
-        """rollout ──► stage2, without waiting for the rest of the group."""
+        """Play one rollout and ask for its stage2 proposals, without waiting for the rest of the group."""
         set_log_context(group.name, rollout)
         with self.wait("rollout", f"{group.name}/{rollout}"):
             played = await self.rollouts.run(
@@ -187,7 +187,7 @@ class Pipeline:
         proposals: list[Judgement],
         existing: asyncio.Task[Judgement] | Judged[Rubric] | None,
     ) -> Reference | None:
-        """union ──► score ×G ──► credit ×G ──► advantages."""
+        """The graph from union to advantages, if rewards are from a rubric."""
         if existing is not None:
             rubric = await self._rubric(group, members, proposals, existing)
             if rubric is None:
@@ -276,7 +276,7 @@ class Pipeline:
         return Judged(value=(*carried.value, *((await resolve(added.judged)).value or ())))
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> Reference:
-        """The settings without a rubric: the environment's evaluator, or random rewards."""
+        """Advantages in the settings without a rubric: rewards are from the environment's evaluator, or random."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
         evaluations = None

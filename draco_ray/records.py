@@ -66,7 +66,7 @@ class Termination(StrEnum):
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes to list in a table of these rollouts; modes of one kind of agent only if one of them occurs."""
+        """The modes to list in a table: AppWorld's two only if one is in ``used``, `FINISHED` only if in ``used``."""
         occur = set(used)
         kinds = ({cls.SUBMITTED, cls.GAVE_UP}, {cls.FINISHED})
         return [mode for mode in cls if all(mode not in kind or kind & occur for kind in kinds)]
@@ -89,7 +89,7 @@ class Task:
     """The scenario that the task is a variant of; scenario goal completion needs success in all. Empty: none."""
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Values for other placeholders of the agent's prompt."""
+    """Values for the placeholders of the agent's prompt other than ``task_description``."""
     tools: str = ""
     """The task's tools: a JSON array of function schemas as in OpenAI's ``tools``. Empty: none."""
 
@@ -127,11 +127,11 @@ class Turn:
     """The speaker: the agent or, in traces of other agents, a user or another agent, whose turns are gaps without
     sampled tokens."""
     branch: int = 0
-    """Index of its branch (`Trajectory.branches`)."""
+    """Index of the turn's branch (`Trajectory.branches`)."""
     policy_version: int | None = None
-    """Adapter version that sampled it, if known per turn."""
+    """Adapter version that sampled the turn, if known per turn."""
     message: bool = False
-    """Whether it is a step without an action: a message to a user, a caller or another agent."""
+    """Whether the turn is a step without an action: a message to a user, a caller or another agent."""
 
     @property
     def tokens(self) -> int | None:
@@ -149,7 +149,7 @@ def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
 
     Args:
         acts: whether the turn calls a tool or runs code.
-        message: its text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
+        message: the turn's text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
         answered: whether the turn was answered.
     """
     return acts or answered or bool(message.strip())
@@ -205,7 +205,7 @@ class Trajectory:
     attempt: int
     """0: the first attempt; a rollout that ended in ``server_error`` is retried in a new environment."""
     policy_version: int
-    """Adapter version that sampled it; 0 is the untrained policy."""
+    """Adapter version that sampled the rollout; 0 is the untrained policy."""
     prompt: tuple[Message, ...]
     turns: tuple[Turn, ...]
     token_ids_T: IntArray
@@ -223,7 +223,7 @@ class Trajectory:
     engine: str = ""
     usage: Usage = field(default_factory=Usage)
     termination: Termination | None = None
-    """How it ended according to the environment; None: not determined yet."""
+    """How the rollout ended according to the environment; None: not determined yet."""
     branches: tuple[int, ...] = (0,)
     """Start of each branch in the arrays, ascending from 0; tokens do not attend to other branches."""
     scenario: str = ""
@@ -296,7 +296,7 @@ class Attribution:
     criterion: int
     """Index into the group's rubric."""
     verdict: Verdict
-    """May override the scoring verdict."""
+    """The credit call's verdict, which may override the scoring call's."""
     steps: tuple[int, ...]
     """1-based step numbers, ascending, unique, within the trajectory."""
     explanation: str = ""
@@ -436,9 +436,9 @@ class TrainingSample:
     loss_mask_T: BoolArray
     """Whether the policy sampled the token; the token-mean and the KL term count only these tokens."""
     advantage_T: FloatArray
-    """a_j on the tokens of step j, 0 elsewhere; A_i on every sampled token where there is no credit or no step."""
+    """a_j on the tokens of step j, 0 elsewhere; without credit or steps, A_i on every sampled token."""
     logprob_T: FloatArray
-    """The engine's log-prob at sampling; 0.0 off the mask."""
+    """The engine's log-prob at sampling; 0.0 where ``loss_mask_T`` is false."""
     prompt_length: int
     branch: int = 0
 
@@ -502,7 +502,7 @@ class JudgedRollout:
     again: tuple[int, ...] = ()
     """Verdicts of a second scoring call; empty if it failed."""
     error: str | None = None
-    """Why it has no verdicts."""
+    """Why the rollout has no verdicts; None if it has."""
 
 
 def lost_evaluation(task: Task, run: int) -> Evaluation:

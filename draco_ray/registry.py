@@ -1,7 +1,7 @@
-"""Finds parts by name, for configuration keys such as ``algorithm.rule``.
+"""Finds components by name, for configuration keys such as ``algorithm.rule``.
 
 A name is a built-in one, one that an installed package registers as an entry point, ``package.module:attribute``, or
-``folder/file.py:attribute`` for a file that is not installed. Parts are only imported when needed.
+``folder/file.py:attribute`` for a file that is not installed. Components are only imported when needed.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from draco_ray.errors import ConfigError
 
 
 def find_component(key: str, name: str, built_in: Mapping[str, str]) -> Any:
-    """The part called ``name``.
+    """The component called ``name``.
 
     Args:
-        key: the configuration key; packages register parts for it in the entry-point group ``draco_ray.<key>``.
+        key: the configuration key; packages register components for it in the entry-point group ``draco_ray.<key>``.
         name: a built-in name, one of an installed package, ``package.module:attribute``, or
             ``folder/file.py:attribute``.
-        built_in: names of built-in parts -> their paths.
+        built_in: names of built-in components -> their paths.
 
     Raises:
-        ConfigError: there is no such part, or its module cannot be imported.
+        ConfigError: there is no such component, or its module cannot be imported.
 
     >>> find_component("algorithm.rule", "statistics:mean", {})([1, 3])
     2
     """
-    # Built-in parts are paths, not entry points, because Ray ships this package's folder without installed metadata.
+    # Built-in components are paths, not entry points: Ray ships this package's folder without installed metadata.
     known = built_in if name in built_in or ":" in name else {**installed(key), **built_in}
     module_name, colon, attribute = known.get(name, name).rpartition(":")
     if not colon:

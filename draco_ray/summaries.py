@@ -27,7 +27,7 @@ class RolloutSummary:
     sampled_tokens: int
     started_at: float
     ended_at: float
-    """Start and end, in Unix seconds, of the time the rollout held its environment slot."""
+    """`started_at` and `ended_at`: when the rollout took and released its environment slot, in Unix seconds."""
     usage: Usage = field(default_factory=Usage)
 
 
@@ -51,7 +51,7 @@ class PhaseSummary:
     ended_at: float
     passed: int = 0
     applicable: int = 0
-    """For a scored rollout: number of verdicts that passed, and of applicable verdicts."""
+    """`passed` and `applicable`: numbers of passes and of applicable verdicts of a scored rollout."""
     prompt_cut: bool = False
     """Whether the prompt was truncated."""
 
@@ -68,10 +68,10 @@ class RewardSummary:
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]
-    """R_i of each scored rollout."""
+    """Reward R_i of each scored rollout."""
     applicable: int
     passed: int
-    """Number of applicable verdicts of all criteria and rollouts, and of those that passed."""
+    """`applicable` and `passed`: numbers of applicable verdicts and of passes, over all criteria and rollouts."""
 
     @property
     def has_spread(self) -> bool:
@@ -85,10 +85,10 @@ class AdvantageSummary:
 
     rollouts: tuple[int, ...]
     rewards: tuple[float, ...]
-    """R_i of each rollout."""
+    """Reward R_i of each rollout."""
     inert: int
     fallbacks: dict[str, int]
     active_spreads: tuple[float, ...]
-    """Standard deviation of Q_j of each active rollout, i.e. one whose credit is not inert."""
+    """Standard deviation of the step qualities Q_j of each active rollout, i.e. one whose credit is not inert."""
     inert_spreads: tuple[float, ...]
-    """The same for each inert rollout with a cited step."""
+    """Standard deviation of the step qualities Q_j of each inert rollout with a cited step."""

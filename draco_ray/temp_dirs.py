@@ -27,7 +27,7 @@ socket paths must be."""
 
 _numbers = itertools.count()
 _roots: dict[Path, int] = {}
-"""This process's roots, one per parent directory, and the descriptors of their locks."""
+"""Root of this process -> descriptor of its lock. There is one root per parent directory."""
 _changing = threading.Lock()
 
 
@@ -50,7 +50,7 @@ class PrivateTempDir:
         remove_tree(str(self.path))
         root = self.path.parent
         with _changing, contextlib.suppress(OSError):
-            root.rmdir()  # Fails while it holds other directories.
+            root.rmdir()  # Fails while the root holds other directories.
             if (lock := _roots.pop(root, None)) is not None:
                 os.close(lock)
 
@@ -68,7 +68,7 @@ def _root(place: Path) -> Path:
     remove_abandoned(place)
     while True:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
-        # Until it is locked, another process may take it for abandoned and remove it.
+        # Until the root is locked, another process may take it for abandoned and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = lock_shared(root)
             if root.exists():
@@ -82,7 +82,7 @@ def _root(place: Path) -> Path:
 def remove_abandoned(place: Path) -> None:
     """Remove the abandoned roots of this host in ``place``."""
     for left in place.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # It belongs to another user, or was just removed.
+        with contextlib.suppress(OSError):  # The root belongs to another user, or was just removed.
             lock = try_lock(left)
             if lock is not None:
                 if os.fstat(lock).st_uid == os.getuid():

@@ -32,9 +32,9 @@ class PlainConsole(Console):
 
 
 console = PlainConsole(width=None if sys.stdout and sys.stdout.isatty() else 140)
-"""What commands print to; tables are at most as wide as the terminal, elsewhere 140 columns."""
+"""The console that commands print to. Tables are at most as wide as the terminal, or 140 columns without a terminal."""
 
 
 def counted(number: int, noun: str) -> str:
-    """``1 group``, ``2 groups``."""
+    """A number and its noun: ``1 group``, ``2 groups``."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -19,7 +19,7 @@ from draco_ray.traces.results import JudgedTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedConversation:
-    """The result of one conversation."""
+    """The judge's result for one conversation."""
 
     trace: JudgedTrace
     acted: tuple[bool, ...]
@@ -78,9 +78,9 @@ class Judging:
         self._meter, self._spent = MeteredJudge(), 0.0
 
     def by_papers_rule(self) -> Self:
-        """The same judging, for an adapter that spreads advantages itself and knows only the paper's rule.
+        """Return this object, for an adapter that spreads advantages itself, by the paper's rule only.
 
-        Raises: ConfigError: ``algorithm.rule`` spreads them in another way.
+        Raises: ConfigError: ``algorithm.rule`` spreads advantages by another rule.
         """
         algorithm = self._plan.config.algorithm
         rule = find_rule(algorithm.rule, algorithm.reliability)
@@ -99,7 +99,7 @@ class Judging:
             None,
             config=self._plan.config,
             context=self._plan.context_tokens,
-            # Chosen last: without a pause before the folder is made, no other call can choose the same one.
+            # Choose the folder last: nothing is awaited before it is created, so no other call can choose the same.
             out=None if self._out is None else _next_folder(self._out),
             complete=complete,
         )
@@ -109,7 +109,7 @@ class Judging:
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._spent += self._meter.limiter.spent
             config, budget = self._plan.config, self._plan.config.judge.limits.dollars
-            # A reply cache, which ``out`` has, records what was spent, also by earlier processes.
+            # A reply cache (``out`` always has one) itself records what was spent, also by earlier processes.
             if budget is not None and config.judge.cache is None:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})

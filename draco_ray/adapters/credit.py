@@ -19,7 +19,7 @@ from draco_ray.traces.library import JudgeOptions
 
 
 class CreditJudge:
-    """A judge whose verdicts are stored."""
+    """A judge that stores its verdicts in a `VerdictStore`."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class ArrivingGroup:
         """
         Args:
             size: number of trajectories, numbered from 0.
-            judge: number -> record of the trajectories that arrived, in order; returns their verdicts in this order.
+            judge: called with number -> record of the trajectories that arrived, numbers ascending; returns their
+                verdicts in the same order.
         """
         self._judge, self._judging = judge, asyncio.Lock()
         self._missing, self._settled = set(range(size)), asyncio.Event()
@@ -94,7 +95,7 @@ class ArrivingGroup:
         return self._verdicts[number]
 
     def settle(self, number: int) -> None:
-        """Note that the group need not wait for a trajectory, because it has arrived or is lost."""
+        """Record that a trajectory has arrived or is lost, so that the group no longer waits for it."""
         self._missing.discard(number)
         if not self._missing:
             self._settled.set()
@@ -121,7 +122,7 @@ def conversation_of_tokens(
     """Rebuild a conversation from its tokens, for trainers that keep no messages.
 
     Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer. If the
-    text before a turn opens its reasoning, the turn begins with ``<think>``.
+    text before a turn ends with ``<think>``, the turn begins with it.
 
     Args:
         prompt: text, or messages.

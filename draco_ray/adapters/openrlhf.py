@@ -37,7 +37,7 @@ class OpenRLHFCredit(CreditJudge):
     def install(self) -> None:
         """Patch OpenRLHF's synchronous trainer to use step credit; call this before the trainer starts.
 
-        The asynchronous trainer is refused when it is started.
+        Starting the asynchronous trainer raises ConfigError.
         """
         import ray
         from openrlhf.trainer import ppo_trainer, ppo_trainer_async
@@ -46,7 +46,7 @@ class OpenRLHFCredit(CreditJudge):
         host: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
         class StepCreditTrainer(host):
-            """OpenRLHF's trainer, whose process looks up its experience maker's class by name."""
+            """OpenRLHF's trainer, which replaces the experience maker's class in its own Ray process."""
 
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 ppo_trainer.RemoteExperienceMaker = credit.experience_maker(maker)
@@ -56,7 +56,10 @@ class OpenRLHFCredit(CreditJudge):
         ppo_trainer_async.PPOTrainerAsync = _Asynchronous
 
     def experience_maker(self, base: Any) -> type:
-        """Add step credit to ``base``, OpenRLHF's RemoteExperienceMaker; raises ConfigError for other settings."""
+        """Add step credit to ``base``, OpenRLHF's RemoteExperienceMaker.
+
+        The new class's constructor raises ConfigError for settings with which step credit cannot be used.
+        """
         credit = self
 
         class StepCreditExperienceMaker(base):
@@ -99,7 +102,7 @@ class OpenRLHFCredit(CreditJudge):
         verdicts = self.judge_sync(keys, records, tokens)
         for begin in range(0, len(samples), size):
             rewards = [verdict.reward for verdict in verdicts[begin : begin + size]]
-            # OpenRLHF needs groups of one size: a sample without a reward gets the mean, which changes no baseline.
+            # OpenRLHF needs groups of equal size: a sample without a reward gets the mean, which changes no baseline.
             known = [reward for reward in rewards if reward is not None]
             mean = sum(known) / max(len(known), 1)
             for sample, reward in zip(samples[begin : begin + size], rewards, strict=True):
@@ -135,11 +138,11 @@ class OpenRLHFCredit(CreditJudge):
 
 
 class _Asynchronous:
-    """Stands in for OpenRLHF's asynchronous trainer, whose own process would make experience without step credit."""
+    """Replaces OpenRLHF's asynchronous trainer, which trains without step credit; starting it raises ConfigError."""
 
     @staticmethod
     def remote(*_: Any, **__: Any) -> Any:
-        """Refuse."""
+        """Raise ConfigError, because the asynchronous trainer is being started."""
         raise ConfigError(
             f"openrlhf {version('openrlhf')}: --train.async_enable trains without step credit; leave it out"
         )

@@ -29,7 +29,7 @@ def token_advantages(
 
     Args:
         advantage: A_i, as the trainer computed it.
-        quality: Q_j of each step, None where nothing is cited.
+        quality: Q_j of each step; None if no step is cited.
         acted: for each of the agent's turns in the response, whether it is a step.
         mask: (T,) 1 where the agent sampled the token.
     Returns: (T,) float32, 0 off the mask and on turns that are not steps. A_i on every sampled token if there is no

@@ -1,7 +1,7 @@
 """Step credit as an algorithm of prime-rl.
 
 prime-rl has no configuration entry for algorithms outside its repository yet: examples/trainers/prime_rl has a patch
-that adds one. With it:
+that adds one. With the patch, configure prime-rl as follows:
 
     [orchestrator.algo]
     type = "custom"

@@ -7,9 +7,9 @@
             return credit.trainer(RayPPOTrainer)(*arguments, **options)
 
 The judge's reward replaces the environment's. SkyRL's own estimator (GRPO, RLOO, MAXRL) computes an advantage A_i from
-it, which is then spread over the sampled tokens of each step; with ``step_wise_trajectories`` over all rows of a
-trajectory, where SkyRL repeats one number. A trajectory that could not be judged is masked out of the loss and counts
-in no baseline.
+it, which is then spread over the sampled tokens of each step. With ``step_wise_trajectories`` it is spread over all
+rows of a trajectory, on which SkyRL itself would repeat A_i. A trajectory that could not be judged is masked out of the
+loss and counts in no baseline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SkyRLCredit(CreditJudge):
     """A judge of SkyRL's generator outputs."""
 
     _failed: frozenset[TrajectoryKey] | set[TrajectoryKey] = frozenset()
-    """Trajectories of the latest output without a reward; the keys are made from all of their response tokens."""
+    """Keys, made from all response tokens, of the trajectories in the latest output that have no reward."""
 
     def trainer(self, base: Any) -> type:
         """Add step credit to ``base``, a RayPPOTrainer of SkyRL.
@@ -92,7 +92,7 @@ class SkyRLCredit(CreditJudge):
             uids: the prompt's id of each row.
             decode: token ids to text.
 
-        Returns: numbers of the trajectories that could not be judged.
+        Returns: indices of the trajectories that could not be judged.
         """
         words = functools.partial(decode, skip_special_tokens=True)
         trajectories = _trajectories(len(uids), output.get("is_last_step"))
@@ -119,12 +119,12 @@ class SkyRLCredit(CreditJudge):
         """Spread the advantage of each trajectory over its rows' steps.
 
         Args:
-            advantages: (B, T), one number a trajectory.
+            advantages: (B, T), the same number on all response tokens of a trajectory.
             shown: (B, T) whether the token belongs to the response.
             mask: (B, T) 1 where the policy sampled the token.
             ids: (B, T) tokens.
             uids: the prompt's id of each row; rows that pad the batch have none.
-            last: for each row, whether it is the last of its trajectory; None: each is.
+            last: for each row, whether it is the last of its trajectory; None: every row is one trajectory.
 
         Returns: (B, T) float32. Raises: see `VerdictStore.spread`.
         """

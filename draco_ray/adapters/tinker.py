@@ -54,7 +54,7 @@ def step_data(data: Sequence[Any], verdict: StepVerdict) -> list[Any]:
     Args:
         data: result of ``tinker_cookbook.rl.data_processing.trajectory_to_data``: one datum, or several if the history
             was rewritten, with ``mask`` and the same advantage on all sampled tokens.
-        verdict: the trajectory's. Without citations, or if judging failed, the data are not changed.
+        verdict: verdict of this trajectory. Without citations, or if judging failed, the data are not changed.
 
     Returns: new data. Raises: MissingVerdict: the verdict is on another number of turns.
     """

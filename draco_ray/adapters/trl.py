@@ -73,7 +73,7 @@ class StepCredit(CreditJudge):
         if dist.get_rank() == 0:
             try:
                 answer = [self.judge_sync(*([each for part in parts for each in part[n]] for n in (0, 1)))]
-            except Exception as error:  # The other processes wait for an answer.
+            except Exception as error:  # Send the error: the other processes wait for an answer.
                 answer = [error]
         dist.broadcast_object_list(answer, src=0)
         if isinstance(answer[0], Exception):

@@ -94,8 +94,8 @@ def async_trainer(credit: CreditJudge, base: Any) -> type:
         def compute_loss(self, *arguments: Any, **options: Any) -> Any:
             if self.accelerator.is_main_process and not self._spread:
                 raise ConfigError(
-                    f"trl {version('trl')}: its loader did not collate with step credit, so the loss would be uniform; "
-                    "expected trl 1.16 and accelerate 1.15, or use GRPOTrainer"
+                    f"trl {version('trl')}: its data loader did not apply step credit, so each row would keep a "
+                    "uniform advantage; expected trl 1.16 and accelerate 1.15, or use GRPOTrainer"
                 )
             return super().compute_loss(*arguments, **options)
 

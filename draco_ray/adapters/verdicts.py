@@ -53,7 +53,7 @@ class TrajectoryKey(NamedTuple):
     group: str
     """The group of that task, for example a generation step; empty if each uid has only one group."""
     sample: str
-    """The trajectory of the group: its number, or `digest` of its tokens."""
+    """The trajectory within its group: its index, or the `digest` of its tokens."""
 
 
 def digest(value: Any) -> str:
@@ -77,7 +77,7 @@ class StepVerdict:
     first: int = 0
     """Index of the row's first turn, if a trainer splits a trajectory into several rows."""
     error: str | None = None
-    """Why there is no reward."""
+    """Why the trajectory has no reward; None if it has one."""
 
     def part(self, turns: int) -> tuple[int, ...]:
         """Token counts of ``turns`` turns, beginning with the row's first."""
@@ -103,9 +103,9 @@ class VerdictStore:
         Args:
             path: the file; None: a new temporary one.
             missing: what `spread` does without a verdict. ``error`` raises; ``uniform`` leaves the trajectory's
-                advantage on all of its tokens and counts it.
+                advantage on all of its tokens and counts the row in `counts`.
 
-        Raises: ConfigError: ``missing`` is something else, or the file cannot be opened.
+        Raises: ConfigError: ``missing`` has another value, or the file cannot be opened.
         """
         if missing not in ("error", "uniform"):
             raise ConfigError(f"missing={missing!r}: expected 'error' or 'uniform'")
@@ -115,7 +115,7 @@ class VerdictStore:
             weakref.finalize(self, folder.remove)
         self.path, self.missing = Path(path).absolute(), missing
         self.counts: Counter[str] = Counter()
-        """Rows that `spread` has seen in this process: spread, uncited, cut, failed, stale, missing."""
+        """Outcome of `spread` (spread, uncited, cut, failed, stale or missing) -> number of rows, in this process."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
@@ -145,7 +145,7 @@ class VerdictStore:
             connection.executemany(command, rows)
 
     def get(self, keys: Sequence[TrajectoryKey]) -> list[StepVerdict | None]:
-        """Verdicts in the order of the keys; None where there is none."""
+        """Verdicts in the order of the keys; None for a key without a verdict."""
         query = "SELECT verdict FROM verdicts WHERE uid = ? AND grp = ? AND sample = ?"
         with self._open() as connection:
             rows = [connection.execute(query, key).fetchone() for key in keys]

@@ -51,7 +51,8 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
 async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedConversation | None]:
     """Judge traces of one task and add the reward `NAME` to them.
 
-    Returns: one result per trace; None if it could not be judged, without a reward. Raises: as `draco_ray.judge`.
+    Returns: one result per trace; None for a trace that could not be judged, which gets no reward.
+    Raises: as `draco_ray.judge`.
     """
     import verifiers.v1 as vf
 

@@ -105,7 +105,7 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
     elif all(isinstance(each, Attribution) for each in cited or ()):
         by_criterion = [(each.criterion, each.steps, each.verdict) for each in cited or ()]
     else:
-        raise ValueError(f"citations are {cited!r:.80}, expected steps by criterion, or attributions")
+        raise ValueError(f"citations are {cited!r:.80}, expected a mapping from criterion to steps, or attributions")
     found = []
     for named, steps, verdict in by_criterion:
         criterion = _whole("a criterion", named)

@@ -35,7 +35,7 @@ Scores = Judged[tuple[ScoredCriterion, ...]]
 
 
 class AdvantageComputer:
-    """Computes rewards and advantages; its only state is the configuration. Lists may hold references to values."""
+    """Computes rewards and advantages; its only state is the configuration. Arguments may be Ray references."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
@@ -69,7 +69,8 @@ class AdvantageComputer:
         """Step credit (Eq. ``credit``).
 
         ``attributions`` is None if no credit calls were made for the group. An entry is None if the call was skipped
-        because the rollout's verdicts are unanimous. Scores that name steps are used as attributions.
+        because the rollout's verdicts are unanimous. If an entry holds scores that name steps, it is converted to
+        attributions.
         """
         scored, verdict_GK = _verdicts(rollouts, [await resolve(ref) for ref in scores])
         played = {rollout: await resolve(ref) for rollout, ref in zip(rollouts, trajectories, strict=True)}
@@ -100,8 +101,8 @@ class AdvantageComputer:
         """Plain GRPO on rewards that do not come from the judge.
 
         Args:
-            evaluations: those of the rollouts, for the ``outcome`` setting: the environment's reward counts or, without
-                one, success (1 or 0). None: the ``random`` setting.
+            evaluations: evaluation of each rollout, for the ``outcome`` setting; the reward is the environment's or, if
+                it gave none, success (1 or 0). None: the ``random`` setting.
             key: random seed of the group's random rewards.
         """
         if evaluations is None:
@@ -155,5 +156,5 @@ def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[i
 
 
 def local_advantages(config: AlgorithmConfig) -> LocalActor:
-    """The advantage actor of a `draco_ray.pipeline.Pipeline` in this process."""
+    """An advantage actor that runs in this process, for a `draco_ray.pipeline.Pipeline`."""
     return LocalActor(AdvantageComputer(config), {"from_verdicts": 4, "from_rewards": 4})

@@ -40,11 +40,11 @@ LEVEL = 0.025
 SHARES_H = np.arange(1, 10) / 10
 STAKES_S = np.array([0.2, 0.5, 0.8])
 MOST = 20.0
-"""Maximum logarithm of the growth of a stake. A limit keeps numbers finite and only makes the test stricter."""
+"""Maximum logarithm of the factor by which a bet may grow. It keeps numbers finite and only makes the test stricter."""
 SHOWN = 200
 """Number of latest pairs from which `Drift.excess` is computed."""
 FEWEST = 16
-"""Minimum number of groups in a stretch."""
+"""Minimum number of groups in each of the two stretches of steps that `pass_rate_fall` compares."""
 TINY = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
 LATEST = 500
@@ -56,10 +56,10 @@ Pair = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How much less the held-out judge passes of the best rollouts than of middle ones."""
+    """How far the held-out judge's pass shares of the best rollouts are below those of middle ones."""
 
     evidence: float
-    """The capital: a run without a hack ever reaches c with a probability of at most 1 / c."""
+    """Capital of all bets; in a run without a hack, the probability that it ever reaches c is at most 1 / c."""
     share: float
     """The pass share h whose bets have won most."""
     excess: float
@@ -76,7 +76,7 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class PassRateFall:
-    """The most significant fall of the better halves' pass share, up to the last step."""
+    """The most significant fall, up to the last step, of the pass share of the groups' better halves."""
 
     size: float
     low: float
@@ -84,7 +84,7 @@ class PassRateFall:
     """Mean pass share of the earlier stretch minus that of the later one, in [-1, 1], with a 95 % interval that ignores
     how the stretches were chosen."""
     significant: bool
-    """Whether it exceeds the limit."""
+    """Whether the pass share fell and the likelihood ratio exceeds its limit."""
 
 
 def held_out_sample(reward_G: FloatArray) -> tuple[list[int], int | None]:
@@ -143,7 +143,7 @@ def _won(pairs: Sequence[Pair]) -> FloatArray:
 
 
 def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
-    """The fall up to the last of ``steps``; None while there are too few groups for two stretches.
+    """The most significant fall up to the last of ``steps``; None while there are too few groups for two stretches.
 
     Args:
         steps: for each step, the held-out judge's mean pass share of each group's better half; may be empty.

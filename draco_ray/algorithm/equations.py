@@ -109,7 +109,7 @@ def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON
         return np.zeros(len(reward_G))
     largest = np.abs(reward_G).max()
     if not 1e-100 < largest < 1e100:
-        # Squares of such rewards overflow or vanish. Scaling by a power of two is exact.
+        # Squares of rewards this large or small would overflow or underflow. Scaling by a power of two is exact.
         exponent = -int(np.frexp(largest)[1])
         with np.errstate(over="ignore"):
             reward_G, std_epsilon = np.ldexp(reward_G, exponent), float(np.ldexp(std_epsilon, exponent))

@@ -33,10 +33,10 @@ from draco_ray.records import (
 
 
 class CreditSkipReason(Enum):
-    """Why no credit call was made for a rollout's row."""
+    """Why no credit call was made for a rollout."""
 
     UNANIMOUS = "unanimous"
-    """Its surviving verdicts agree, so each step would receive the same total whichever steps were cited."""
+    """The rollout's surviving verdicts agree, so each step would receive the same total whichever steps were cited."""
 
 
 def group_advantages(
@@ -157,7 +157,7 @@ def training_samples(
 
 
 def _unsampled(sampled_T: BoolArray) -> int:
-    """Tokens before the first sampled one."""
+    """Number of tokens before the first sampled one."""
     return int(sampled_T.argmax()) if sampled_T.any() else len(sampled_T)
 
 

@@ -83,7 +83,7 @@ class NoDropout(AdvantageRule):
     """Every criterion counts."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
-        """The mask of all criteria."""
+        """A mask that keeps all criteria."""
         return np.ones(verdict_GK.shape[1], dtype=np.bool_)
 
 
@@ -99,7 +99,7 @@ class NoStd(AdvantageRule):
     """Advantages are not divided by the standard deviation."""
 
     def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
-        """R_i - mean(R); exactly 0 without spread."""
+        """R_i - mean(R); exactly 0 if all rewards are equal."""
         # Compare the rewards themselves: rounding of the mean would leave a tiny spread.
         return np.zeros(len(reward_G)) if np.ptp(reward_G) == 0.0 else np.asarray(reward_G - reward_G.mean())
 

@@ -15,7 +15,7 @@ from draco_ray.lab.rows import finite_or_none
 from draco_ray.terminal import console, counted
 
 KEYS = ("run", "judge", "citation_overlap", "unanswered")
-"""Key columns, which are left out of the table for labels."""
+"""Columns that are not printed in the tables of people's labels."""
 
 
 def agreement(paths: Sequence[Path], *, out: Path | None) -> list[Path]:

@@ -43,7 +43,7 @@ from draco_ray.terminal import console
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
 SPLITS = 200
-"""With --labels: number of random splits of the questions."""
+"""With --labels: number of random divisions of the questions into two halves."""
 CALIBRATION = ("reliability", "uniform", "draco", "calibrated", "low", "shrunk", "within_tolerance")
 ERRORS = ("false_pass", "false_fail", "wrong_step")
 ROLLOUTS = "rollouts.json"
@@ -67,10 +67,10 @@ def attribution_bench(
 
     Args:
         judge: the judge to measure.
-        world: a sandbox.
+        world: folder of a sandbox.
         split: split of the tasks.
         tasks: maximum number of tasks; None is all.
-        hard: whether to plant hard groups.
+        hard: whether to plant hard groups (see the option --hard).
         processes: number of AppWorld processes.
         config: configuration of the judge; None: the defaults.
         out: folder of the tables.

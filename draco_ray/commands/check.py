@@ -59,7 +59,7 @@ def check_memory(start: CheckContext) -> None:
     if config.learner.gpus_per_worker > 0 or config.engine.gpus_per_engine > 0:
         gpu = _gpu_bytes()
         if not gpu:
-            return  # The check of resources reports it.
+            return  # `check_machine` reports the missing GPU.
     short = host_problems(config, shape)
     problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB)) + short
     needed, free = host_bytes(config, shape), psutil.virtual_memory().available
@@ -97,7 +97,7 @@ def check_task_start(start: CheckContext) -> None:
             "find out what the task's tools wait for"
         ) from None
     except Exception as error:
-        # The environment is the user's code.
+        # The environment is the user's code, which may raise any error.
         raise EnvironmentCrashed(
             f"environment.use={config.environment.use}: task {task} cannot be started: {type(error).__name__}: {error}"
         ) from error

@@ -130,7 +130,7 @@ class PlannedEvaluation(EvaluateOptions):
 
 
 def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
-    """Validate a file or arguments.
+    """Validate an evaluation set, given as a file's content or as arguments.
 
     Args:
         tree: the keys of `EvaluationSet`.

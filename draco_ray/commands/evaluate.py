@@ -39,7 +39,7 @@ RUNS = 3
 READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
 """Sections of the configuration that an evaluation uses."""
 OF_A_CLIENT = ("limits", "prices", "max_attempts", "request_timeout_seconds", "max_backoff_seconds", "service_tier")
-"""Keys of ``judge`` that also apply to an API model, besides ``concurrency_per_worker``."""
+"""Keys of ``judge`` that also apply to an evaluated API model, besides ``concurrency_per_worker``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

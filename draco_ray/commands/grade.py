@@ -30,7 +30,7 @@ class _Verdict(BaseModel):
 
 
 class _Graded(BaseModel):
-    """What a grade needs of a line of ``judged.jsonl``."""
+    """The fields of a line of ``judged.jsonl`` that grading needs."""
 
     task_id: str
     pass_share: float | None = Field(ge=0, le=1, strict=True)
@@ -74,21 +74,21 @@ def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -
         ConfigError: the baseline was judged by another rubric, or not at all.
     """
     if not (known := titles(baseline)):
-        raise ConfigError("--baseline: none of its traces was judged; expected a judgement of the same tasks")
+        raise ConfigError("--baseline: no trace of the baseline was judged; expected a judgement of the same tasks")
     if other := sorted(rubric ^ known):
         raise ConfigError(
-            f"--baseline: was judged by another rubric (criteria in only one of them: {', '.join(other[:3])}); use the "
-            "same --rubric"
+            f"--baseline: its traces were judged by another rubric (criteria in only one of the two: "
+            f"{', '.join(other[:3])}); use the same --rubric"
         )
     if digest and any(line.get("rubric", digest) != digest for line in baseline):
         raise ConfigError(
-            "--baseline: was judged by criteria of the same titles with other texts; judge the baseline's traces by "
-            "this --rubric"
+            "--baseline: its traces were judged by criteria that have the same titles but other texts; judge the "
+            "baseline's traces by this --rubric"
         )
 
 
 def shared_tasks(tasks: Set[str], baseline: Iterable[Line]) -> Set[str]:
-    """Those of the tasks that are in the baseline. Raises: ConfigError: none is."""
+    """The tasks that are also in the baseline. Raises: ConfigError: there is no such task."""
     shared = {line["task_id"] for line in baseline} & tasks
     if not shared:
         raise ConfigError(

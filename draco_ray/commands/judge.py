@@ -56,7 +56,7 @@ class JudgeArguments:
 
     paths: Sequence[Path]
     judge: str | None
-    """None: the configuration's value."""
+    """The judge of ``--judge``; None: the configuration's."""
     out: Path | None
     format: str
     group_by: str | None
@@ -102,7 +102,7 @@ def run(wanted: JudgeArguments) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        # The folder keeps the secret that marks evidence in the prompts.
+        # The folder keeps the secret key of the evidence codes in the prompts.
         out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,
@@ -212,7 +212,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
 
 def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     """Print how much of the budget is reserved by requests of killed processes, or free it."""
-    # Those in recorded batches are settled when these have ended.
+    # The cost of requests in recorded batches is settled once their batch has ended.
     batches = unsettled_batches(cache) if wanted.batch else {}
     known = {lease for members in batches.values() for lease in members.values()}
     if wanted.release:
@@ -275,7 +275,7 @@ async def _with_progress(kept: JudgingRun, settled: Plan, meter: MeteredJudge, c
 
 
 async def _say(kept: JudgingRun, meter: MeteredJudge, calls: int) -> None:
-    """A progress bar on a terminal, otherwise an occasional line."""
+    """Show progress until cancelled: one live line on a terminal, otherwise a line every `SAY_SECONDS`."""
     began, total = time.monotonic(), len(kept.pending())
     if console.is_terminal:
         with console.status("") as status:
@@ -408,7 +408,7 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
 
 
 def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: JudgeArguments) -> bool:
-    """Print the grades under a pinned rubric. Returns whether it is below the threshold or the baseline."""
+    """Print the grades under a pinned rubric. Returns whether the pass share is below the threshold or the baseline."""
     share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:

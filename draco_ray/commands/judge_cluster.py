@@ -28,7 +28,7 @@ from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import ray_session, unwrap_ray_errors
 
 FACTS_FROM = 8
-"""The environment's facts are taken from the traces of this many groups, the first ones."""
+"""Number of groups, the first ones, from whose traces the environment's facts are taken."""
 LOOK_SECONDS = 2.0
 """Seconds between two queries for the servers that are loading."""
 
@@ -60,7 +60,7 @@ class PooledJudge:
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
-    """The configuration with facts from the first groups, if it has none, so that all groups get the same facts."""
+    """The judge's configuration. If it has no facts, they come from the first groups, the same for all groups."""
     if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]

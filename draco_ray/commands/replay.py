@@ -54,7 +54,7 @@ from draco_ray.terminal import console
 def replay_algorithm(
     directory: Path, *, rules: Sequence[str] | None, steps: Sequence[int] | None, out: Path | None
 ) -> list[Path]:
-    """Run advantage rules over the recorded verdicts; no call is made.
+    """Run advantage rules over the recorded verdicts; no judge is called.
 
     Raises:
         ConfigError: not a run, an unknown step, or nothing that could be replayed.
@@ -90,9 +90,9 @@ def replay_judge(
     out: Path | None,
     trust: bool = False,
 ) -> list[Path]:
-    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` matches written criteria.
+    """Send archived judge calls to another judge and print how far it agrees; ``pairing`` pairs equivalent criteria.
 
-    With ``static_rubric`` it also scores the recorded rollouts against that rubric.
+    With ``static_rubric`` the other judge also scores the recorded rollouts against that rubric.
 
     Raises:
         ConfigError: not a run, an unknown step, no call to replay, no model to compare criteria with, or a policy's
@@ -175,9 +175,9 @@ class _Replay:
         agreed = agreement_table(replayed)
         print_overall("agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         if (trusted := repeated_reliability(replayed)) is not None:
-            limit = " (an upper limit: a mistake that it repeats counts as right)" if self._judge == OWN else ""
+            limit = " (an upper limit: a mistake that the judge repeats counts as right)" if self._judge == OWN else ""
             console.print(
-                f"algorithm.reliability of the run's citations, if those of {self._judge} are right: "
+                f"algorithm.reliability of the run's citations, if the citations of {self._judge} are right: "
                 f"{trusted:.3f}{limit}"
             )
         lost = judge_loss(self._run, replayed)

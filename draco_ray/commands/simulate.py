@@ -43,7 +43,7 @@ def simulate_run(
         ConfigError: the run records too little, or its engines are colocated and ``staleness`` is above 0.
         DamagedRun: a file of the run cannot be read.
     """
-    # Resolved, so that the printed name is the directory's own even for ".".
+    # Resolve the path, so that the printed name is the directory's own name even for ".".
     run = read_run(RunDirectory.open(directory.resolve()))
     changed = {name: value for name, value in setting.items() if value is not None}
     speeds = fit_speeds(run.steps, run)
@@ -63,8 +63,8 @@ def simulate_run(
             sizes.append([scaling.simulate_size(run, setting, speeds, size, seed) for setting in settings])
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
-        f"\nother sizes, with the run's settings{' except ' + said if said else ''}; and scaled: slots, engines, "
-        "learner workers, judge workers and judge limits grow in proportion to the rollouts"
+        f"\nother sizes, with the run's settings{' except ' + said if said else ''}; in the rows named scaled, slots, "
+        "engines, learner workers, judge workers and judge limits grow in proportion to the rollouts"
     )
     columns = [_column(*size) for size in sizes]
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -80,13 +80,13 @@ def _print_throughput(
 ) -> None:
     if run.setting.colocate and max(staleness):
         raise ConfigError(
-            "--staleness: the run has engine.colocate, whose sleeping engines cannot run ahead; expected 0"
+            "--staleness: with the run's engine.colocate, engines sleep while the learner computes; expected 0"
         )
     console.print(
         f"\nrollouts per hour by GPUs and staleness, with {rollouts:,} rollouts per step; GPUs are divided as in the "
         "run; slots, judge workers and judge limits grow with the engines"
     )
-    # A row is printed as soon as it is known: large ones take minutes.
+    # Print each row as soon as it is simulated, because a row with many GPUs takes minutes.
     console.print("  ".join(("GPUs", "engines", *(f"staleness {ahead:<2}" for ahead in staleness))))
     for gpus in scaling.GPUS:
         setting = scaling.scale_to_gpus(run, replace(run.setting, **changed), gpus)
@@ -132,8 +132,8 @@ def _print_speeds(run: RecordedRun, speeds: Speeds) -> None:
             slowest = f"{max(seconds):.1f} s for the slowest of {len(seconds)}"
             console.print(f"judge phase {kind}: {statistics.fmean(seconds):.1f} s on average, {slowest}")
     console.print(
-        f"learner: {1000 * speeds.per_learned:.2f} ms per token, {1000 * speeds.per_learned_sampled:.2f} ms more if "
-        f"sampled, {speeds.update:.1f} s per update; sync and checkpoint {speeds.tail:.1f} s"
+        f"learner: {1000 * speeds.per_learned:.2f} ms per token, {1000 * speeds.per_learned_sampled:.2f} ms more per "
+        f"sampled token, {speeds.update:.1f} s per update; sync and checkpoint {speeds.tail:.1f} s"
     )
 
 

@@ -87,7 +87,7 @@ def tables(
     form: Form = TableFormat.TEXT,
     show: Beside = ShownUncertainty.NOTHING,
 ) -> None:
-    """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations.
+    """Print success rates (SR) as p^k and pass@k, turns, costs by role and failures by kind of finished evaluations.
 
     Args:
         directories: Finished evaluations.

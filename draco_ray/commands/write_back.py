@@ -45,14 +45,14 @@ def scores(lines: Sequence[Line]) -> Iterator[Score]:
 
 
 def langfuse(score: Score) -> dict[str, Any]:
-    """A score; writing the same judgement again replaces it."""
+    """A score for Langfuse's API, whose id makes Langfuse replace the score when the judgement is sent again."""
     number = hashlib.sha256(f"{score['trace']}\n{score['name']}".encode()).hexdigest()[:32]
     body = {"id": number, "traceId": score["trace"], "name": score["name"], "value": score["value"]}
     return body | {"dataType": "NUMERIC", "comment": score["why"]}
 
 
 def phoenix(score: Score) -> dict[str, Any]:
-    """An annotation of a trace."""
+    """A trace annotation for Phoenix's API."""
     return {
         "trace_id": score["trace"],
         "name": score["name"],

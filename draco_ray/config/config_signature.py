@@ -1,4 +1,4 @@
-"""Detects whether a run directory's configuration is this user's, signed with a key in their home.
+"""Detects whether this user wrote a run directory's configuration, by a signature with a key in the user's home.
 
 Run directories may be shared. Their configuration names programs, endpoints and isolation, so another user's
 configuration must not be run without confirmation. Used by `draco_ray.config.load`.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-"""Version of the schema of run directories; others are refused."""
+"""Version of the schema of run directories; run directories of other versions are refused."""
 FILE = "run.json"
 _KEY_BYTES = 32
 
@@ -105,7 +105,7 @@ def create_once(path: Path, content: bytes) -> None:
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # A link appears with the whole content, or not at all.
+    # Write a draft and link it to the path, so that the file appears with its whole content or not at all.
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     with open(draft, "wb", opener=private_opener) as file:
         file.write(content)

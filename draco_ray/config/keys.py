@@ -36,7 +36,7 @@ class Key:
 
 def subtree(field: FieldInfo) -> type[ConfigSection] | None:
     """The part of the configuration below a field; None if the field is a leaf."""
-    # A section outside the core is declared as a Tree; its default value has the section's own class.
+    # A section outside the core is declared as a ConfigSection; its default value has the section's own class.
     annotation = (
         type(field.get_default(call_default_factory=True)) if field.annotation is ConfigSection else field.annotation
     )

@@ -346,8 +346,8 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 @functools.cache
 def keys_needing_confirmation() -> dict[str, str]:
-    """Dotted keys that need confirmation if they come from another user's run directory -> the text that marks a value
-    as needing it."""
+    """Dotted keys that need confirmation if they come from another user's run directory -> a text; only values that
+    contain it need confirmation."""
     marks = {key: field.json_schema_extra for key, field in leaves()}
     return {
         key: str(mark["confirmed"]) for key, mark in marks.items() if isinstance(mark, dict) and "confirmed" in mark

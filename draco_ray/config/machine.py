@@ -34,9 +34,9 @@ def memory_bytes() -> int:
 
 
 def _limits(controller: str, name: str) -> list[str]:
-    """Contents of a file of this process's control group and of all groups above it, in version 1 or 2 of cgroups.
+    """Contents of the file ``name`` in this process's control group and all groups above it (cgroups version 1 or 2).
 
-    Numbers are limits, other texts such as ``max`` and ``-1`` are none.
+    A text of digits is a limit; any other, such as ``max`` or ``-1``, means that there is no limit.
     """
     found = []
     with suppress(OSError):
@@ -45,7 +45,7 @@ def _limits(controller: str, name: str) -> list[str]:
             if controllers and controller not in controllers.split(","):
                 continue
             root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
-            # A container may see only the upper end of its path, or only its own group.
+            # In a container, only the upper folders of this path may be visible, or only its own group, at the root.
             own = root / group.lstrip("/")
             files = (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
             found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
@@ -53,7 +53,7 @@ def _limits(controller: str, name: str) -> list[str]:
 
 
 def has_gpu() -> bool:
-    """Whether there is an NVIDIA or AMD GPU; a container may have another NVIDIA GPU than the first."""
+    """Whether there is an NVIDIA or AMD GPU; a container's NVIDIA GPU may have another number than 0."""
     return Path("/dev/kfd").exists() or any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -86,7 +86,7 @@ def set_threads(cpus: float) -> None:
 def cpu_values() -> dict[str, Any]:
     """Values of the preset `cpu` that depend on the machine."""
     memory = memory_bytes() / GIB
-    # Half of the cores each, because engines generate while the learner computes.
+    # Half of the cores for the engine and half for the learner, because both compute at the same time.
     threads = max(1, cores() // 2)
     return {
         "model": {"dtype": "bfloat16" if has_bfloat16() else "float32"},

@@ -1,7 +1,7 @@
 """YAML with only obvious scalars: decimal numbers, true, false, null; everything else is text.
 
 PyYAML reads YAML 1.1, where ``12:30:45`` is 45045, ``010`` is 8, ``on`` is true and ``5e-5`` is text, and duplicate
-keys are accepted. This module's output has the same meaning for both readers.
+keys are accepted. This module and PyYAML read this module's output alike.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def load(text: str) -> Any:
         # A copy, because callers modify it.
         return copy.deepcopy(_read(text))
     except RecursionError:
-        raise yaml.YAMLError("it is nested too deeply") from None
+        raise yaml.YAMLError("the document is nested too deeply") from None
     except ValueError as error:
         raise yaml.YAMLError(str(error)) from None
 

@@ -18,7 +18,7 @@ PLANS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "algorithm": {**_CALLS, "merge_proposals": True, "merge_verdicts": True, "rubric_visits": 2},
     },
 }
-"""Plan -> section -> values for keys that are not set where the plan is set, or later."""
+"""Plan -> section -> values of keys; a key that the plan's own source or a later one sets keeps that value."""
 
 
 def with_plan(given: Any) -> Any:

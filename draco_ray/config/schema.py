@@ -26,7 +26,7 @@ from another user's run directory it is accepted only if confirmed (`draco_ray.c
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
 """Marks a key whose value names the user's code if it contains a colon, and else a part of an installed package."""
 CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
-"""Marks a model's name: for LiteLLM some names contain the address to which prompts and the key are sent."""
+"""Marks a key with a model's name, which for LiteLLM may contain the address to which prompts and API key are sent."""
 
 
 def _absolute(name: str) -> str:
@@ -44,7 +44,7 @@ def _compiles(expression: str) -> str:
 
 
 Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRMED_PATH)]
-"""A part by name; see `draco_ray.registry`."""
+"""Name of a part that users can replace, such as an agent or an advantage rule; see `draco_ray.registry`."""
 
 
 class ConfigSection(BaseModel):
@@ -98,7 +98,7 @@ class AgentConfig(ConfigSection):
 
     use: Part = "code"
     """code (a loop like AppWorld's ReAct code agent), tool_calling (tools in the model's chat template), command (your
-    program, which calls an OpenAI-compatible endpoint; docs/any-agent.md), verifiers (its harnesses, with
+    program, which calls an OpenAI-compatible endpoint; docs/any-agent.md), verifiers (a harness of that package, with
     environment.use=verifiers), or your own package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
     """For agent.use=command: the command that plays one episode. It is not run by a shell; python alone is the
@@ -117,8 +117,8 @@ class AgentConfig(ConfigSection):
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional environment variables for the command, besides PATH, HOME and similar ones: e.g. keys of services."""
     side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
-    """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
-    first and in the last of the system and user messages."""
+    """Regular expressions that mark requests without credit, e.g. for a title or a summary of the history. Each is
+    searched in the first and in the last message with the role system or user."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit for one run of the command; after it all the command's processes are ended."""
     tool_parser: str | None = None
@@ -140,8 +140,8 @@ class AgentConfig(ConfigSection):
     max_output_characters: int = Field(20000, ge=100)
     """Length to which a tool output is truncated; a note says how much is missing."""
     closing_turn: Literal["step", "gap"] | None = None
-    """Whether the final message of an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
-    the paper, and a step for all others."""
+    """Whether the final message of an episode is a step, which gets credit, or a gap, which gets none; null: a gap for
+    agent.use=code, as in the paper, and a step for all other agents."""
 
 
 class EnvironmentConfig(ConfigSection):
@@ -183,8 +183,8 @@ class EnvironmentConfig(ConfigSection):
     max_output_bytes: int = Field(1_000_000, ge=1000)
     """Maximum output of a cell; further output is discarded as it is printed."""
     recycle_after_tasks: int = Field(50, ge=1)
-    """Number of episodes of a slot after which the server of verifiers is replaced; AppWorld has a new one for every
-    task."""
+    """With environment.use=verifiers: number of episodes per slot after which a worker's server is replaced. AppWorld
+    starts a new server for every task."""
     rollout_retries: int = Field(1, ge=0)
     """Retries of a rollout after server errors before the group continues without it."""
 
@@ -242,7 +242,7 @@ class EngineConfig(ConfigSection):
     canary_tolerance: float = Field(0.05, gt=0)
     """Mean |engine - learner| log-prob gap in nats that is always accepted after a sync. A larger gap stops the run if
     it exceeds both twice the first step's gap and twice the gap without the adapter, or if the gap without the adapter
-    exceeds four times this. An engine that serves the base model is detected at any gap."""
+    exceeds four times this tolerance. An engine that serves the base model is detected at any gap."""
     max_failures: int = Field(3, ge=0)
     """Maximum replacements of an engine's process before the run stops; lost nodes do not count."""
     stall_seconds: float = Field(600.0, gt=0)
@@ -254,8 +254,8 @@ class EngineConfig(ConfigSection):
     process, one sequence at a time, no prefix cache, and gradients added in the batch's order. Slower; `draco verify`
     can then recompute the adapters."""
     colocate: bool = False
-    """Engines and learner take turns on the same GPUs. While the learner computes, which begins only when a step is
-    generated and judged, the engines sleep (base weights in host memory, no KV cache)."""
+    """Engines and learner take turns on the same GPUs. The learner begins only when a step is generated and judged;
+    while it computes, the engines sleep (base weights in host memory, no KV cache)."""
     vllm: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Other arguments of vLLM's AsyncEngineArgs, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method: ngram,
     num_speculative_tokens: 4}}. Arguments that other keys set, or that the engine depends on, are refused."""
@@ -296,13 +296,13 @@ class TokenPrices(ConfigSection):
 
 
 class PriceTier(TokenPrices):
-    """Rates of requests with an input of more than ``above`` tokens; for all of their tokens."""
+    """Prices of requests whose input is longer than ``above`` tokens; they apply to all tokens of the request."""
 
     above: int = Field(ge=0)
 
 
 class Price(TokenPrices):
-    """Rates of a model."""
+    """Token prices of a model."""
 
     tiers: tuple[PriceTier, ...] = ()
     """Prices of longer requests."""
@@ -322,7 +322,7 @@ def _with_absolute_path(model: str) -> str:
     folder = model.removeprefix(FILES)
     if not folder or Path(folder).is_file():
         raise ValueError(f"{model}: expected a directory, as in files:answers")
-    # Judge workers run in other directories.
+    # Make the path absolute, because judge workers have other working directories.
     return f"{FILES}{Path(folder).absolute()}"
 
 
@@ -415,7 +415,8 @@ class JudgeLimits(ConfigSection):
     requests_per_minute: float | None = Field(None, ge=1)
     """Requests per minute."""
     tokens_per_minute: float | None = Field(None, ge=1)
-    """Input and output tokens; a running request counts with an estimate from similar ones and a margin."""
+    """Input and output tokens per minute; a running request counts with an estimate from similar requests plus a
+    margin."""
     dollars: float | None = Field(None, ge=0)
     """Budget of the run, including before it was resumed. A call that could exceed it is not made; the run stops and
     can be resumed. A request that may have been billed without a reply or usage counts with its maximum cost."""
@@ -439,7 +440,8 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     rubric: Path | None = None
     """File with the criteria that it scores by, as for algorithm.static_rubric; null: the rubric of the group."""
     share: float = Field(0.75, gt=0, le=1)
-    """Share of the groups in which it scores the half with the highest rewards and a middle one: G/2 + 1 calls."""
+    """Share of the groups in which it scores the half of the rollouts with the highest rewards, and one middle rollout:
+    G/2 + 1 calls."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:
@@ -487,8 +489,8 @@ class JudgeConfig(ConfigSection):
     """Mark the prefix shared by a group's prompts for the provider's prompt cache: ``cache_control`` for Anthropic's
     models, ``prompt_cache_key`` for OpenAI's. auto: on unless ``api_base`` is set."""
     structured_output: bool = True
-    """Request replies in a JSON schema until the endpoint refuses one. A model that thinks in its reply, because it is
-    served without a reasoning parser, cannot think then."""
+    """Request replies in a JSON schema until the endpoint refuses one. A schema prevents thinking in a model that is
+    served without a reasoning parser, because such a model thinks in its reply."""
     jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional judges that score every rollout: the majority verdict counts; without a majority, the main judge's."""
     strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
@@ -528,7 +530,7 @@ class JudgeConfig(ConfigSection):
     """Time limit of a request."""
     max_attempts: int = Field(8, ge=1)
     """Maximum requests per call, which is retried after rate limits, timeouts and server errors. All failures of a call
-    in one outage of the judge count as one; see max_outage_seconds."""
+    in one outage of the judge count as one request; see max_outage_seconds."""
     max_outage_seconds: float = Field(3600.0, ge=0)
     """Maximum length of an outage of the judge. During an outage judging is paused, and no call is dropped unless the
     outage uses up its last attempt; after this time the run stops and can be resumed. 0: only max_attempts applies."""
@@ -567,8 +569,8 @@ class JudgeConfig(ConfigSection):
             return self
         if (other.model, other.api_base) == (self.model, self.api_base):
             raise ValueError(
-                f"judge.held_out: {other.model} is the judge itself, so it would get its replies; expected another "
-                "judge or rubric; set judge.held_out.model or .rubric"
+                f"judge.held_out: {other.model} is the judge itself, so both would get the same replies; expected "
+                "another judge or rubric; set judge.held_out.model or .rubric"
             )
         return self
 
@@ -610,10 +612,10 @@ class AlgorithmConfig(ConfigSection):
     """For draco_calibrated: share of the advantage that follows the judge's citations; the rest is spread evenly. 1 is
     the paper's rule, 0 is uniform GRPO; `draco agreement` and `draco attribution-bench --labels` recommend a value."""
     std_epsilon: float = Field(1e-6, ge=0)
-    """Added to the group's standard deviation (verl)."""
+    """Constant added to the standard deviation of a group's rewards, by which advantages are divided (as in verl)."""
     skip_useless_credit_calls: bool = True
-    """Skip credit calls that cannot change the update: without spread in the group, or without surviving criteria.
-    Their citations are missing from the record."""
+    """Skip credit calls that cannot change the update: those of groups with equal rewards or without surviving
+    criteria. Their citations are missing from the record."""
     skip_inert_credit_calls: bool = False
     """Skip the credit call of a rollout whose surviving verdicts are unanimous or not applicable: Eq. credit then gives
     every step the same total, whichever steps are cited. Changes the update if the call would have overridden a
@@ -686,15 +688,15 @@ class LearnerConfig(ConfigSection):
     """Maximum importance weight p(at the step's start) / p(at sampling) of a token, by which its policy loss is
     multiplied (decoupled PPO, truncated). null: 2 with train.staleness, otherwise no importance weights."""
     importance_level: ImportanceLevel = "token"
-    """The ratio that importance_cap bounds: the token's, the product over its sequence, or its geometric mean."""
+    """The ratio that importance_cap bounds: the token's, or the product or geometric mean of its sequence's ratios."""
     mask_low: float | None = Field(None, ge=0)
     """Tokens whose ratio p(at the step's start) / p(at sampling) is lower are excluded from the policy loss; null:
     none."""
     mask_high: float | None = Field(None, gt=0)
-    """Tokens whose ratio is higher are excluded; null: none."""
+    """Tokens whose ratio, as for mask_low, is higher are excluded from the policy loss; null: none."""
     mask_level: MaskLevel = "token"
     """The ratio that mask_low and mask_high bound: the token's, the sequence's as in importance_level, or any token's
-    (any_token: one outside excludes the whole sequence)."""
+    (any_token: one token outside the bounds excludes its whole sequence)."""
     kl_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss term for the KL divergence from the base model (k3 estimate)."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -756,9 +758,9 @@ class TrainConfig(ConfigSection):
     """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
     rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
     staleness: int = Field(0, ge=0, le=8)
-    """Steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged and learned
-    from, with an adapter at most this many versions old. A long rollout continues across steps, each turn with the
-    current adapter; learner.importance_cap corrects for this. 0: exactly on-policy."""
+    """Number of steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged
+    and learned from, with an adapter at most this many versions old. A long rollout continues across steps, each turn
+    with the current adapter; learner.importance_cap corrects for this. 0: exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
     """Steps between two checkpoints."""
     keep_last: int | None = Field(None, ge=1)
@@ -766,7 +768,8 @@ class TrainConfig(ConfigSection):
     keep_every: int | None = Field(None, ge=1)
     """With keep_last: also keep the checkpoint of every so many steps, e.g. to evaluate the last epochs."""
     keep_best: int = Field(0, ge=0)
-    """With keep_last: also keep this many checkpoints whose rollouts, in a later step, had the highest pass rate."""
+    """With keep_last: also keep this many checkpoints, those whose policy had the highest pass rate in the rollouts
+    that it sampled for a later step."""
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step, or, if the environment has no
     evaluator, the judge's pass rate."""
@@ -793,9 +796,9 @@ class WatchConfig(ConfigSection):
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
     drift: Literal["off", "warn", "stop"] = "warn"
-    """What happens after a step with significant evidence that the held-out judge (judge.held_out) passes less of the
-    best-rewarded rollouts than of middle ones, or than earlier: a sign that the policy exploits the judge. At most
-    about 5 % of runs without a hack are flagged (draco_ray/algorithm/drift.py; `make bench-hacks`)."""
+    """What happens after a step with significant evidence that the held-out judge (judge.held_out) gives the
+    best-rewarded rollouts a lower pass share than middle ones, or than before: a sign that the policy exploits the
+    judge. At most about 5 % of runs without a hack are flagged (draco_ray/algorithm/drift.py; `make bench-hacks`)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)
@@ -807,7 +810,7 @@ class WatchConfig(ConfigSection):
 
 
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")]
-"""A place in an object store."""
+"""URL of a place in an object store."""
 
 
 class RunConfig(ConfigSection):
@@ -818,7 +821,8 @@ class RunConfig(ConfigSection):
     )
     """Folder for run directories, or an object store for copies of them: s3://BUCKET/PREFIX, gs://, abfss://."""
     local: Path | None = Field(None, json_schema_extra=CONFIRMED)
-    """If run.root is an object store: local folder of running runs. null: a private one in this user's cache."""
+    """If run.root is an object store: local folder for the directories of running runs. null: a private folder
+    in this user's cache."""
     name: FileName | None = None
     """Name of the run; null: <setting>-<date>-<time>-<random>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
@@ -827,7 +831,7 @@ class RunConfig(ConfigSection):
     @field_validator("root")
     @classmethod
     def _root(cls, root: str | Path) -> str | Path:
-        # As a path this would be a folder of that name in the working directory.
+        # Refuse a misspelled URL, which would otherwise become a folder of that name in the working directory.
         if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
             raise ValueError(f"{root}: not a folder or a URL; expected a folder, or a URL such as s3://BUCKET/PREFIX")
         return root
@@ -845,7 +849,7 @@ class RayConfig(ConfigSection):
 
 
 def _outside(path: str) -> Any:
-    """A section of a part outside the core; its class is imported when a configuration is built."""
+    """A field for a section defined outside the core; the section's class is imported when a configuration is built."""
     return Field(default_factory=lambda: find_component("config", path, {})())
 
 

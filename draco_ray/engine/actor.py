@@ -54,7 +54,7 @@ def reserve_gpu_shares(config: EngineConfig) -> PlacementGroup | None:
     """Reserve a fraction of each GPU of one engine, all on one node; None if the actor can request its GPUs itself."""
     if not config.colocate or config.tensor_parallel == 1:
         return None
-    # Fractions above one half, so that no two bundles share a GPU.
+    # The configuration only allows fractions above one half, so no two bundles share a GPU.
     bundles = [{"GPU": gpu_share(config)} for _ in range(config.tensor_parallel)]
     bundles[0]["CPU"] = config.cpus_per_engine
     return placement_group(
@@ -195,7 +195,7 @@ class PolicyEngineActor:
             if self._started.is_set():
                 return
             if self._group is not None:
-                # Ray makes only the GPUs of the actor's own bundle visible. CUDA reads this at its first use.
+                # Ray makes only the GPUs of the actor's own bundle visible. CUDA reads the variable at its first use.
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(await visible_gpus(self._config, self._group))
             await self._engine.start()
             self._core_watch = asyncio.create_task(self._end_with_core())
@@ -208,21 +208,21 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def sample(self, token_ids: list[int], max_tokens: int, **given: Any) -> Sample:
-        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`. Raises: EngineAway before `serve`."""
+        """See `draco_ray.engine.vllm_engine.VllmEngine.sample`. Raises: EngineNotReady before `serve`."""
         self._check(self._serves)
         async with self._alive():
             return await self._engine.sample(token_ids, max_tokens=max_tokens, **given)
 
     @ray.method(max_task_retries=0)
     async def load(self, update: WeightUpdate) -> float:
-        """Load ``update`` for new requests; returns the seconds it took. Raises: EngineAway before `start`."""
+        """Load ``update`` for new requests; returns the seconds it took. Raises: EngineNotReady before `start`."""
         self._check(self._started.is_set())
         async with self._alive():
             return await self._engine.load(update)
 
     @ray.method(max_task_retries=0)
     async def logprobs(self, token_ids: list[int], adapter: bool) -> list[float]:
-        """Log-probs of ``token_ids[1:]``, with or without the adapter. Raises: EngineAway before `start`."""
+        """Log-probs of ``token_ids[1:]``, with or without the adapter. Raises: EngineNotReady before `start`."""
         self._check(self._started.is_set())
         async with self._alive():
             return await self._engine.logprobs(token_ids, adapter=adapter)
@@ -322,7 +322,7 @@ def start_policy_engines(
             name=_actor_name(index, run_name),
             **actor_resources(config, group),
             max_concurrency=MAX_CALLS,
-            # The fleet counts processes that die, and distinguishes them from lost nodes.
+            # Ray restarts without limit; `EngineFleet` enforces engine.max_failures, which lost nodes do not count for.
             max_restarts=-1,
             max_task_retries=-1,
         ).remote(
@@ -380,7 +380,7 @@ class EngineClient:
             try:
                 return await asked
             except asyncio.CancelledError:
-                # Otherwise the engine would go on generating.
+                # Cancel the call; otherwise the engine would go on generating.
                 ray.cancel(asked)
                 raise
             except (RayActorError, EngineNotReady) as error:
@@ -390,7 +390,7 @@ class EngineClient:
                 self._at = None
 
     async def _serving(self) -> Any:
-        """Its own engine if that serves, else another one that does; waits while none serves."""
+        """Handle of the client's own engine if that serves, else of another that does; waits while none serves."""
         async with self._looking:
             while not self._known:
                 self._looked_at = time.monotonic()

@@ -27,7 +27,8 @@ the adapter, whichever is larger."""
 OTHER_BASE = 4.0
 """Maximum gap without the adapter, as a multiple of the tolerance; a larger gap means different base models."""
 CERTAIN = 6.0
-"""Number of standard errors from which on the engine is certainly closer to one of the learner's two policies."""
+"""Minimum difference, in standard errors, between the engine's distances to the learner's policy and to its base model;
+smaller differences count as rounding."""
 
 
 class Scorer(Protocol):
@@ -54,7 +55,7 @@ class CanaryReading:
     """Mean |engine - learner| with the adapter; the tolerance band limits it."""
     gap_max: float
     base_gap_mean: float
-    """The same without the adapter, which shows the effect of rounding and of different kernels alone."""
+    """Mean |engine - learner| without the adapter: the effect of rounding and of different kernels alone."""
     shift_mean: float
     """Mean |with adapter - without adapter| in the engine: how far training has moved the policy."""
     shift_max: float
@@ -80,7 +81,7 @@ class Probe(NamedTuple):
     learner_T: FloatArray
     """The learner's log-prob of each of ``token_ids[1:]``, with the adapter, at temperature 1."""
     learner_off_T: FloatArray
-    """The same without the adapter."""
+    """The learner's log-probs of the same tokens without the adapter."""
 
 
 async def run_canary(
@@ -158,8 +159,9 @@ async def run_canary(
         raise CanaryFailed(
             f"{where}: engine and learner differ by {reading.gap_mean:.4f} nats per token on average (largest "
             f"{reading.gap_max:.4f}; {reading.base_gap_mean:.4f} without the adapter{usual}); expected at most "
-            f"{band:.4g}, {BAND:g} times the larger of these or engine.canary_tolerance = {tolerance}; the engine "
-            "does not serve the weights that the learner trained"
+            f"{band:.4g}, the maximum of {BAND:g} times the larger other gap (without the adapter or at the first step)"
+            f" and engine.canary_tolerance = {tolerance}; the engine does not serve the weights that the learner "
+            "trained"
         )
     if reading.nearness < -CERTAIN:
         raise CanaryFailed(

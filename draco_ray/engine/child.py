@@ -1,4 +1,4 @@
-"""Child processes that end with this one and write to a log without keys."""
+"""Child processes that end with this one, and whose output is logged with API keys masked."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 MASK = "***"
 SHORTEST_KEY = 6
-"""Minimum length of a masked key; masking shorter texts would hide parts of words."""
+"""Minimum length of a key that is masked, in characters; masking shorter keys would hide parts of words."""
 END_SECONDS = 15.0
 
 
@@ -136,7 +136,7 @@ class Child:
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None
-        # If this node does not see the run directory, this creates the folder, and the log stays on the node.
+        # If the run directory is not mounted on this node, this creates a local folder, and the log stays on the node.
         log.parent.mkdir(parents=True, exist_ok=True)
         with self._process.stdout, log.open("a", encoding="utf-8") as file:
             for line in self._process.stdout:

@@ -1,8 +1,8 @@
 """LoRA on vLLM's CPU workers: one matrix product for each run of consecutive tokens with the same adapter.
 
 It works around four defects of vLLM 0.32 on CPUs: an adapter's matrices are copied once for every token of a batch; in
-a batch with base-model and adapter requests, tokens without an adapter (index -1) get that of the last slot; the engine
-core dies when a sequence is scored while others generate, because the LM head's adapter expects one row for each
+a batch with base-model and adapter requests, tokens without an adapter (index -1) get the last slot's adapter; the
+engine core dies when a sequence is scored while others generate, because the LM head's adapter expects one row for each
 request; and with adapters enabled, experts are computed with Triton, which does not run on CPUs.
 """
 
@@ -32,7 +32,7 @@ class SegmentedLora(PunicaWrapperCPU):
         """Adapter slot and rows of each run of consecutive tokens with the same adapter."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Find the runs of the next batch."""
+        """Find the next batch's runs of tokens with the same adapter."""
         super().update_metadata(*args, **kwargs)
         slots, lengths = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
         self._runs = []

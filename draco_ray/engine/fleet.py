@@ -70,7 +70,7 @@ class EngineFleet:
         self._updating = [asyncio.Lock() for _ in self.engines]
         self._proof: Proof | None = None
         self._proven: dict[int, Any] = {}
-        """Results of the proof, by engine."""
+        """Results of the current proof (see `prove`), by engine number."""
         self._loading: set[int] = set()
         self._asleep = False
         self._failure: Exception | None = None
@@ -129,7 +129,7 @@ class EngineFleet:
 
         Raises:
             EngineError: an engine is lost for good.
-            CanaryFailed: an engine started with other weights.
+            CanaryFailed: an engine that started later does not serve the learner's weights.
         """
         await self._until(lambda: False)
 
@@ -274,7 +274,7 @@ class EngineFleet:
 
 
 class _EngineScorer:
-    """A `draco_ray.engine.canary.Scorer`."""
+    """A `draco_ray.engine.canary.Scorer` that sends its calls to an engine's actor."""
 
     def __init__(self, index: int, engine: Any) -> None:
         self.name = f"engine-{index}"

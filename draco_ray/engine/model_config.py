@@ -20,7 +20,7 @@ from draco_ray.errors import ConfigError
 TABLE: dict[str, dict[str, Any]] = json.loads(
     files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
 )
-"""Shapes of the presets' models by hub name, because the base install cannot build models."""
+"""Shapes of the presets' models by hub name, stored because the base install cannot build models to measure them."""
 PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
 """Values from these models' public ``config.json`` that determine their size and maximum context length."""
 
@@ -34,7 +34,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 MLPS = ("mlp", "block_sparse_moe")
 """Names of the experts' parent module, in memory and in checkpoints."""
 HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
-"""Keys of ``config.json`` whose heads are divided among workers that share a micro-batch."""
+"""Keys of ``config.json`` for numbers of heads, which are divided among workers that share a micro-batch."""
 REPEATED = "num_key_value_heads"
 SPLIT_KEYS = (
     "num_attention_heads",
@@ -45,7 +45,7 @@ SPLIT_KEYS = (
     "moe_intermediate_size",
     "shared_expert_intermediate_size",
 )
-"""Keys of ``config.json`` that tensor parallelism divides."""
+"""Keys of ``config.json`` for sizes that tensor parallelism divides among GPUs."""
 MAX_SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1 << 20, "vocab_size": 1 << 24}
 """Required keys of ``config.json``, for which transformers has defaults, and their maximum values."""
 
@@ -125,7 +125,7 @@ def build_meta_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
             value = text.get(name, text.get(key))
             if not isinstance(value, int) or not 0 < value <= most:
                 raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
-        # Gemma 4's heads differ from layer to layer; `draco plan` compares them with the global values.
+        # Gemma 4's heads differ by layer; allow reading the global values, with which `draco plan` compares them.
         made.get_text_config().allow_global_per_layer_attribute_access = True
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
@@ -173,7 +173,7 @@ def lora_module_names(names: Sequence[str], target: str, *, layers: int, experts
 
 
 def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
-    """`learner.lora_target` as PEFT's ``target_modules``: for a mixture of experts, the names of all modules.
+    """`learner.lora_target` as PEFT's ``target_modules``: for a mixture of experts, the names of all adapted modules.
 
     For a mixture, PEFT's ``all-linear`` would include experts and routers, and PEFT matches a regex only against the
     end of a name.
@@ -237,8 +237,8 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
 def check_tensor_parallel(config: Mapping[str, Any], parallel: int, source: str) -> None:
     """Refuse a model that does not divide by the ``parallel`` GPUs of an engine, by its ``config.json``.
 
-    vLLM asserts the same while it loads the model, without a message. If there are fewer key heads than GPUs, they are
-    repeated, which requires that the number of GPUs is a multiple of theirs.
+    vLLM asserts the same while it loads the model, without a message. If there are fewer key heads than GPUs, vLLM
+    repeats the heads, so the number of GPUs must be a multiple of the number of key heads.
 
     Raises: ConfigError.
     """

@@ -21,7 +21,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
 
     A tokenizer.json is loaded as it is. AutoTokenizer would rebuild it from its vocabulary if the class named in
     tokenizer_config.json has a fixed form: under LlamaTokenizerFast, which models with byte-level tokenizers name too,
-    texts would lose their spaces. It also imports PyTorch, which takes seconds and 350 MiB.
+    texts would lose their spaces. AutoTokenizer also imports PyTorch, which takes seconds and 350 MiB.
 
     Args:
         path: a model directory, or a name on the model hub.

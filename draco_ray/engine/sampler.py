@@ -84,7 +84,7 @@ class Sample:
     policy_version: int
 
     def cut(self, length: int) -> Sample:
-        """Its first ``length`` tokens, as a turn that ends there."""
+        """A sample of the first ``length`` tokens, as if the turn ended there."""
         ids, logprobs = self.token_ids[:length], self.logprobs[:length]
         return replace(self, token_ids=ids, logprobs=logprobs, finish_reason="stop")
 

@@ -16,7 +16,7 @@ _FORMS = {
     "<tool_call><function=NAME>": "qwen3_xml",
     '<tool_call>{"name":"NAME"': "hermes",
     "<tool_call>NAME<arg_key>": "glm47",
-    # vLLM's parser for Mistral reads the older list format only with Mistral's tokenizer.
+    # Not mistral: that parser of vLLM reads the older list format only with Mistral's tokenizer.
     '[TOOL_CALLS][{"name":"NAME"': "xlam",
     "[TOOL_CALLS]NAME": "mistral",
     "<|tool_call>call:NAME": "gemma4",
@@ -49,7 +49,7 @@ class ParsedToolCalls:
     """The part of the turn with the calls, as sampled."""
     calls: tuple[ToolCall, ...] = ()
     problem: str | None = None
-    """An error message for the policy; then nothing is called."""
+    """An error message for the policy; if it is set, no tool is called."""
 
 
 class ToolCallReader:
@@ -62,7 +62,7 @@ class ToolCallReader:
             chat: the model's chat template.
             parser: ``agent.tool_parser``; None: derived from how the template writes calls.
 
-        Raises: ConfigError: the template has no tools, its format has no known parser, or there is no such parser.
+        Raises: ConfigError: the template has no tools, its format has no known parser, or vLLM has no such parser.
         """
         written = chat.written_call()
         self._tokenizer = chat.tokenizer
@@ -122,7 +122,7 @@ class ToolCallReader:
 
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], model="-", tools=tools or None)
         try:
-            # A new parser per turn, because they have state.
+            # Make a new parser for each turn, because parsers have state.
             parser = self._parser(self._tokenizer, [ChatCompletionToolsParam.model_validate(tool) for tool in tools])
         except Exception as error:
             raise ConfigError(
@@ -138,7 +138,7 @@ class ToolCallReader:
 def check_tool_calls_parsable(chat: ChatTokenizer, parser: str | None) -> None:
     """Check that a model's calls can be parsed, without loading a parser.
 
-    Raises: ConfigError: its template has no tools, or writes calls in an unknown format.
+    Raises: ConfigError: the chat template has no tools, or writes calls in an unknown format.
     """
     written = chat.written_call()
     if parser is None:
@@ -159,8 +159,9 @@ def after_reasoning(text: str, *, thinking: bool) -> str:
 def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
     """A function's schema with references resolved and untyped parts removed.
 
-    Parsers of formats without types take types from the schema. They do not follow references and treat untyped values
-    as text, so an argument that is defined by a reference or has no type would become text.
+    If a format does not show the types of arguments, vLLM's parser takes them from the schema. It does not follow
+    references and treats untyped values as text, so an argument that is defined by a reference or has no type would
+    become text.
     """
     parameters = tool["function"].get("parameters")
     if not isinstance(parameters, dict):

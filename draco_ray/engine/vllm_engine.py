@@ -90,7 +90,7 @@ class VllmEngine:
             max_model_len: maximum length of a sequence, prompt and continuation, in tokens.
             lora_rank: maximum rank of the adapters.
             seed: for requests without their own.
-            live_adapters: maximum number of adapter versions in use at a time; requests with others wait.
+            live_adapters: maximum number of adapter versions in use at a time; requests with further versions wait.
         """
         self._config = config
         self._model = model
@@ -130,7 +130,7 @@ class VllmEngine:
         """
         check_model_directory(self._model.path, self._model.chat_template)
         self._files.open()
-        # In a thread, because importing vLLM and starting its core takes seconds.
+        # Launch in a thread, because importing vLLM and starting its core takes seconds.
         try:
             await asyncio.to_thread(self._launch)
         except BaseException:
@@ -312,7 +312,7 @@ class VllmEngine:
         # handler is cancelled before it notices and reports the end of the core.
         llm.shutdown(timeout=0)
         self._files.remove()
-        # vLLM's front end is in a reference cycle, and its finalizer fails at interpreter exit.
+        # Collect vLLM's front end now: it is in a reference cycle, and its finalizer fails at interpreter exit.
         del llm
         await asyncio.sleep(0)
         gc.collect()
@@ -358,7 +358,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _explaining(self, llm: AsyncLLM, failure: str, advice: str) -> Iterator[None]:
-        """Raise vLLM's errors as EngineError: ``failure``, vLLM's words, ``advice``."""
+        """Raise vLLM's errors as EngineError, with a message of ``failure``, vLLM's own message and ``advice``."""
         try:
             yield
         except Exception as error:
@@ -387,7 +387,7 @@ class VllmEngine:
             check_argument_names(self._config.vllm)
             self._stop_ids = _end_of_turn_ids(self._model)
             try:
-                # Not returned: the thread pool would keep a reference to it after `stop`.
+                # Do not return the engine, because the thread pool would keep a reference to it after `stop`.
                 self._llm = self._construct(current_platform.is_cpu())
             except Exception as error:
                 told = f" with engine.vllm={self._config.vllm}" if self._config.vllm else ""
@@ -404,7 +404,7 @@ class VllmEngine:
         # A deep copy, because vLLM changes nested values.
         engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
         if cpu and engine_args.create_model_config().is_hybrid:
-            # For models with recurrent layers, the prefix cache needs chunked prefill.
+            # For models with recurrent layers, the prefix cache needs chunked prefill, which is off on CPUs.
             engine_args.enable_prefix_caching = False
         # Use vLLM's offline defaults for chunked prefill, because nobody waits for the first token.
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
@@ -445,7 +445,7 @@ class VllmEngine:
         if cpu:
             arguments |= {
                 "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
-                # The prefix cache holds whole blocks: with vLLM's 128, a turn computes up to 127 old tokens again.
+                # The prefix cache holds whole blocks: with vLLM's 128 tokens, a turn recomputes up to 127 old tokens.
                 "block_size": 32,
                 "kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
                 # With chunked prefill vLLM 0.32 rewinds the generator of a seeded request, which CPU generators cannot

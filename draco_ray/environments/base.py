@@ -66,8 +66,8 @@ class World(Protocol):
     async def evaluate(self) -> WorldVerdict:
         """Evaluate the task. The world accepts no actions afterwards.
 
-        Raises: WorldError: the environment was created without ground truth, or has none; WorldBroken: the agent left a
-            world that cannot be evaluated; EnvironmentCrashed: evaluation failed for another reason.
+        Raises: WorldError: the environment was created without ground truth, or has no evaluator; WorldBroken: the
+            agent left a world that cannot be evaluated; EnvironmentCrashed: evaluation failed for another reason.
         """
         ...
 
@@ -147,14 +147,14 @@ class Environment(ABC):
         """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may come from ground truth, so only
         evaluation may use it.
 
-        Raises: ConfigError: the task cannot be evaluated.
+        Raises: WorldError, ConfigError: the task cannot be evaluated.
         """
         if not self.evaluates:
             raise WorldError(f"environment {self.name} has no evaluator, so task {task_id} cannot be evaluated")
         return None
 
     def expected(self, task_id: str) -> str:
-        """Ground truth of a task as text, for `digest`; empty if it has none here."""
+        """Ground truth of a task as text, for `digest`; empty if the environment has none."""
         return ""
 
     def digest(self, tasks: Sequence[str]) -> str:

@@ -67,9 +67,9 @@ class Command:
 
     words: list[str]
     environment: dict[str, str]
-    """All of its variables."""
+    """All of the program's environment variables."""
     folder: Path
-    """Its working directory."""
+    """The program's working directory."""
     lifeline: Path | None = None
     """Path for the Unix socket by which a container is ended, see `_Lifeline`."""
 
@@ -99,7 +99,7 @@ class _Tail:
         return bool(read)
 
     def finish(self) -> str:
-        """Stop reading. Returns: the kept bytes as text, after a mark if earlier ones were dropped."""
+        """Stop reading. Returns: the kept bytes as text, after a note if earlier bytes were dropped."""
         while self._read():
             pass
         asyncio.get_running_loop().remove_reader(self._reading)
@@ -175,7 +175,7 @@ class _Lifeline:
             connection, _ = self._accepting.result()
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-                # The other side closes when it has ended everything else in the container.
+                # Process 1 of the container closes the connection when it has ended all other processes there.
                 await asyncio.wait({loop.create_task(loop.sock_recv(connection, 1))}, timeout=_GONE_SECONDS)
             connection.close()
         self._accepting.cancel()

@@ -48,8 +48,8 @@ class TasksOptions(ConfigSection):
     yes or 1 for no. It may print a JSON object that maps each requirement to true or false."""
     evaluator_seconds: float = Field(120.0, gt=0)
     facts: str = ""
-    """Facts for the judge besides the tools, one list item per line, such as house rules and behaviour that no
-    criterion may punish."""
+    """Further facts for the judge, one list item per line, such as house rules and behaviour that no criterion may
+    punish."""
 
 
 class TasksEnvironment(Environment):

@@ -95,7 +95,7 @@ class WorkspaceOptions(TasksOptions):
     reads: tuple[Path, ...] = ()
     """Files and folders of the host that programs in the workspace may read, besides the system's and this Python's."""
     network: bool = False
-    """Whether these programs use the host's network, including its loopback device and all that listens there."""
+    """Whether programs in the workspace use the host's network, including loopback and all that listens there."""
     disk_mib: int = Field(2048, ge=1)
     """Size limit of the workspace in MiB; home and /tmp, which are in memory, have the same limit each."""
     processes: int = Field(512, ge=1)
@@ -163,7 +163,7 @@ class WorkspaceEnvironment(TasksEnvironment):
         for level in levels:
             with levels.trying(level):
                 if level == "landlock":
-                    raise LevelUnavailable("it cannot limit a program's processes and network")
+                    raise LevelUnavailable("this level cannot limit a program's processes and network")
                 ran = await workspace.run("true", level)
                 if ran.exit_code == 0:
                     log.info("isolation of agents: %s", level)
@@ -253,7 +253,7 @@ class Workspace(FolderWorld):
         described = self._describe(directory, words, variables, port)
         spec = JailSpec(
             level=level,
-            # Standard input, which the processes around the program must not hold open.
+            # Standard input: the jail's processes around the program close this descriptor.
             control_fd=0,
             directory=str(directory),
             data="",
@@ -425,9 +425,9 @@ class Workspace(FolderWorld):
         self._compared("commit", "-q", "--allow-empty", "-m", "Start")
 
     def _add(self) -> None:
-        """Write the workspace to the index."""
-        # In a repository inside the workspace that the index knows, `git add` would run `git status`, with hooks and
-        # settings that the agent may have written.
+        """Stage the workspace's files in the second git folder."""
+        # Empty the index first: in a nested repository that the index knows, `git add` would run `git status`, with
+        # hooks and settings that the agent may have written.
         self._compared("read-tree", "--empty")
         self._compared("add", "-A", "--ignore-errors")
 
@@ -436,7 +436,7 @@ class Workspace(FolderWorld):
         return self._compared("diff", "--cached", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
 
     def _compared(self, *words: str) -> str:
-        """Run git on the workspace's files, with its own folder of objects, which no program in the jail can change."""
+        """Run git on the workspace's files with the second git folder, which no program in the jail can change."""
         options = [f"--git-dir={self._objects}", f"--work-tree={self._folder}"]
         return _git([*options, *words], self._folder, check=words[0] != "add").stdout
 

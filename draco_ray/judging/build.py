@@ -31,7 +31,7 @@ def build_judge(
     """The judge a configuration describes, over LiteLLM.
 
     Args:
-        config: the judge.
+        config: the judge's configuration.
         leases: taken before every request; None: no limits.
         servers: the servers of ``judge.local``.
         replies: the reply store; None: the folder ``config.cache``, if set.

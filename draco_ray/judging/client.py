@@ -71,7 +71,7 @@ class Call:
     started_at: float
     clock: float
     check: bool = False
-    """Whether it is the startup check, which waits only for a busy endpoint."""
+    """Whether this is the startup check, in which only failures of a busy endpoint do not count as attempts."""
     requests: int = 0
     number: str = ""
     """Number of the latest request."""
@@ -115,7 +115,7 @@ class LiteLLMClient:
             sleep: sleeps between attempts; replaced by tests.
             leases: taken before every HTTP request; None: no limits, and calls do not wait for the end of an outage.
             servers: chooses the server of a request; None: the configured endpoint.
-            endpoint_counts: whether the endpoint is part of the cache key, so that each endpoint is another judge.
+            endpoint_counts: whether the endpoint is part of the cache key, so that endpoints do not share replies.
             role: role of the model, for messages.
             settings: configuration keys of model and endpoint, for messages.
         """
@@ -286,7 +286,7 @@ class LiteLLMClient:
         if not self._endpoint_counts:
             arguments.pop("api_base", None)
         if config.rule_judge.start:
-            # Other rules or error rates make another judge. Defaults are left out, so that earlier replies are found.
+            # Replies depend on rules and error rates. Defaults are left out, so that earlier replies are found.
             arguments |= config.rule_judge.model_dump(exclude={"start", "latency_seconds"}, exclude_defaults=True)
         return request_key(arguments)
 

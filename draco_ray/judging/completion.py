@@ -18,7 +18,7 @@ class Request:
     vote: int = 0
     """Index of this call among k independent scoring calls, so that equal prompts are sent k times."""
     scope: str = ""
-    """The only scope in which the stored answer may be reused; empty: anywhere."""
+    """Scope, such as a group, in which alone the stored answer may be reused; empty: anywhere."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
     """JSON schema that constrains the reply if the endpoint supports it; not a part of the cache key."""
     phase: str | None = None
@@ -26,7 +26,8 @@ class Request:
     group: str = ""
     """Requests of one group share a prefix and are best answered by the same machine."""
     shared: tuple[int, ...] = ()
-    """Ends of the prefixes of the first message that other requests share (`draco_ray.judging.endpoint`)."""
+    """Character offsets in the first message where prefixes shared with other requests end
+    (`draco_ray.judging.endpoint`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +43,13 @@ class Completion:
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Reasoning included."""
+    """Number of output tokens, reasoning included."""
     dollars: float = 0.0
-    """Includes earlier requests of the call that may have been billed; 0 if neither the configuration nor LiteLLM
-    knows the model's price."""
+    """Cost, including earlier requests of the call that may have been billed; 0 if neither the configuration nor
+    LiteLLM knows the model's price."""
     started_at: float
     seconds: float
-    """From the first request to the answer, including waits between attempts."""
+    """Time from the first request to the answer, including waits between attempts."""
     requests: int = 1
     """HTTP requests made; 0 when the answer came from the durable reply cache."""
     error: str | None = None
@@ -56,7 +57,7 @@ class Completion:
     reasoning_tokens: int = 0
     """Reasoning part of ``output_tokens``."""
     estimated_dollars: float = 0.0
-    """The part of ``dollars`` that no reply states: the maximum cost of those requests."""
+    """The part of ``dollars`` for requests without a reply or without stated usage, at their maximum cost."""
     call_id: str = ""
     """Unique id; empty for a reply from the durable cache."""
     paid: OriginalCost | None = None

@@ -22,13 +22,13 @@ from draco_ray.judging.tokens import import_litellm_quietly, refused_parameters
 from draco_ray.records import Message
 
 EVIDENCE = frozenset({"agent_prompt", "task", "task_input", "agent_trajectory", "group_trajectories", "steps_summary"})
-"""Placeholders that become an evidence block."""
+"""Placeholders in prompt templates, each of which is replaced by an evidence block."""
 OF_ROLLOUT = frozenset({"agent_trajectory", "steps_summary"})
 """Placeholders for evidence about one rollout."""
 LEAST_CHARACTERS = 4096
-"""Minimum length of a shared prefix: no provider caches less than 1024 tokens."""
+"""Minimum length of a shared prefix in characters: no provider caches less than 1024 tokens."""
 MOST_MARKS = 4
-"""Anthropic's limit on marks in a request."""
+"""Maximum number of cache_control markers in a request to Anthropic."""
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 _REFUSALS = {400, 404, 422, 501}
@@ -38,7 +38,7 @@ Mode = Literal["auto", "on", "off"]
 
 
 def shared_ends(prompts: Prompts, phase: str, text: str, code: str) -> tuple[int, ...]:
-    """Ends of the prefixes that a prompt shares with other prompts, ascending.
+    """Character offsets in a prompt where the prefixes that it shares with other prompts end, ascending.
 
     Args:
         prompts: the prompt set.
@@ -59,7 +59,7 @@ def shared_ends(prompts: Prompts, phase: str, text: str, code: str) -> tuple[int
 
 
 def _blocks_alike(prompts: Prompts, phase: str) -> int:
-    """Number of evidence blocks in the longest prefix that a phase's template shares with another one's."""
+    """Number of evidence blocks in the longest prefix that a phase's template shares with another phase's."""
     mine = prompts.templates[phase]
     most = 0
     for name, other in prompts.templates.items():
@@ -71,7 +71,7 @@ def _blocks_alike(prompts: Prompts, phase: str) -> int:
 
 
 def mark_cache_prefixes(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
-    """Messages whose first one is split at the ends of shared prefixes, each marked for Anthropic's cache."""
+    """``messages``, the first split at the ends of shared prefixes, each with a cache_control marker for Anthropic."""
     first, *rest = (dict(message) for message in messages)
     text, begin, parts = str(first["content"]), 0, []
     for end in shared[-MOST_MARKS:]:
@@ -88,7 +88,7 @@ def mark_cache_prefixes(messages: Sequence[Mapping[str, Any]], shared: Sequence[
 def prompt_cache_method(
     litellm: Any, model: str, api_base: str | None, mode: Mode
 ) -> Literal["marks", "key", "nothing"]:
-    """How a model's prompt cache is addressed: by marks in the prompt, by a key, or not at all.
+    """How a model's prompt cache is addressed: by cache_control markers in the prompt, by a key, or not at all.
 
     Args:
         mode: ``auto`` does nothing for private endpoints, which may support neither.
@@ -118,7 +118,7 @@ class Server:
     """The address and key for a request."""
 
     api_base: str | None
-    """None: the provider's own."""
+    """Base URL of the server; None: the provider's own."""
     key: str = field(repr=False)
 
 
@@ -171,10 +171,10 @@ class Endpoint:
     """The configured model at its endpoint."""
 
     def __init__(self, config: JudgeConfig, role: str, settings: str) -> None:
-        """Prepare it; nothing is sent yet. ``role`` and ``settings``: see `draco_ray.judging.client.LiteLLMClient`."""
+        """Nothing is sent yet. ``role`` and ``settings``: see `draco_ray.judging.client.LiteLLMClient`."""
         self._config, self._role, self._settings = config, role, settings
         self.constrained = config.structured_output
-        """Whether schemas are sent: until the endpoint refuses one."""
+        """Whether requests contain JSON schemas; false once the endpoint has refused one."""
         self._tokens_name = "max_tokens"
 
     def arguments(self, messages: Sequence[Message]) -> dict[str, Any]:
@@ -200,8 +200,8 @@ class Endpoint:
         """Return the key that is sent.
 
         Raises:
-            JudgeUnavailable: the variable is not set, and the endpoint is the provider's own.
-            ConfigError: the same, and LiteLLM does not know the provider.
+            JudgeUnavailable: the key's environment variable is not set, and the endpoint is the provider's own.
+            ConfigError: as for JudgeUnavailable, and LiteLLM does not know the model's provider.
         """
         name = self._config.key_variable
         if key := os.environ.get(name):
@@ -243,7 +243,7 @@ class Endpoint:
         if server.api_base is not None:
             arguments["api_base"] = server.api_base
         arguments |= {"api_key": server.key, "timeout": timeout, "num_retries": 0, "max_retries": 0}
-        # Do not consult LiteLLM's table of models that take a schema.
+        # Send the schema even if LiteLLM's table says that the model takes none.
         form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": request.schema}}
         constraint: dict[str, Any] = {"response_format": form, "allowed_openai_params": ["response_format"]}
         if request.schema is None or not self.constrained:

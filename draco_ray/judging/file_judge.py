@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.5
 """Time between two checks for a reply."""
 SETTLE_SECONDS = 2.0
-"""Time for which a reply must not have grown: a model's output, redirected into the file, arrives in pieces."""
+"""Time without growth after which a reply is read: a model's output, redirected into the file, arrives in pieces."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 NAMED = 20
-"""Maximum number of prompts that such a message lists."""
+"""Maximum number of prompts that a reminder lists."""
 RECORDED = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -148,7 +148,7 @@ class FileJudge:
                 found, now = path.stat() if path.exists() else None, time.monotonic()
                 if size != (size_now := found.st_size if found else 0):
                     size, grown = size_now, now
-                # The file's own time tells that a reply is old, but the clock of a file server may be ahead.
+                # The modification time can show that a reply is complete, unless the clock of a file server is ahead.
                 old = found is not None and time.time() - found.st_mtime > SETTLE_SECONDS
                 if size and (old or now - grown > SETTLE_SECONDS):
                     return path.read_text(encoding="utf-8")

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from draco_ray.judging.pool import JudgePool
 
 PHASE = "held_out"
-"""Phase name of its calls in metrics and timelines."""
+"""Phase name of the held-out judge's calls in metrics and timelines."""
 
 
 def is_group_sampled(share: float, group: str) -> bool:
@@ -37,14 +37,14 @@ def is_group_sampled(share: float, group: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Pass shares, in [0, 1], by both judges, of a group's `held_out_sample`: the better half, a middle one."""
+    """Pass shares, in [0, 1], that the two judges give to the rollouts of a group's `held_out_sample`."""
 
     trained: float
-    """Mean pass share of these rollouts by the main judge, on whose verdicts the policy is trained."""
+    """Mean pass share of these rollouts by the main judge, whose verdicts are used for training."""
     best: tuple[float, ...]
-    """Pass shares of the better half by the held-out judge, highest reward first."""
+    """Pass shares, by the held-out judge, of the half with the highest rewards, highest reward first."""
     middle: float | None
-    """Pass share of the middle rollout by the held-out judge; None if all rewards are equal."""
+    """Pass share, by the held-out judge, of the rollout sampled from the other half; None if all rewards are equal."""
 
     @property
     def held_out(self) -> tuple[float, ...]:
@@ -56,7 +56,7 @@ class HeldOutJudge:
     """Asks the held-out judge; ``keep`` stores its calls."""
 
     def __init__(self, config: JudgeConfig, judges: JudgePool, keep: Any) -> None:
-        """Read its rubric. Raises: ConfigError: as `load_static_rubric`."""
+        """Read the held-out judge's rubric. Raises: ConfigError: as `load_static_rubric`."""
         assert config.held_out is not None
         self._config, self._judges, self._keep = config.held_out, judges, keep
         rubric = self._config.rubric
@@ -75,9 +75,9 @@ class HeldOutJudge:
 
         Args:
             step: training step.
-            context: of the group.
+            context: the group, as the archive records it.
             rollouts: for each, its number, a reference to its trajectory, and the main judge's scores.
-            reward: of the group.
+            reward: the group's rewards.
             rubric: the group's, used if the held-out judge has none.
             phases: gets the summary of each scoring.
         """
@@ -111,7 +111,7 @@ class HeldOutJudge:
 def pass_share(scored: PhaseSummary) -> float | None:
     """Share of passes among the applicable verdicts of a scored rollout; None if it failed or none applies.
 
-    The union drops criteria that all rollouts pass, so a rubric without criteria counts as passed (1.0).
+    The union phase drops criteria that all rollouts pass, so a rubric without criteria counts as passed (1.0).
     """
     if scored.error is not None:
         return None

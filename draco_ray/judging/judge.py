@@ -43,13 +43,13 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FittedPrompt(Generic[ValueT]):
-    """A question with the prompt that is sent."""
+    """A question and its prompt, truncated to the judge's context."""
 
     question: Question[ValueT]
     whole: str
     """The prompt before it was truncated."""
     level: int = 0
-    """How far it was truncated (`draco_ray.judging.shortening`)."""
+    """How far the prompt was truncated (`draco_ray.judging.shortening`)."""
     prompt: str
     shown: Question[ValueT]
     """The truncated question."""
@@ -73,7 +73,7 @@ class PromptFitter:
 
     @property
     def reads(self) -> str:
-        """How much the judge reads, for messages."""
+        """Phrase for messages: how many tokens the judge accepts."""
         return "fewer tokens" if self.room is None else f"about {self.room:,} tokens"
 
     async def too_long(self, question: Question[Any]) -> bool:
@@ -205,7 +205,7 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
     sure = [each for each in question.members if each not in question.doubtful] or [*question.members]
     if (len(sure) == len(question.members) or not await try_with(sure)) and is_refused(whole):
         for member in sure:
-            # All of them together were refused already.
+            # The judge was already asked about all rollouts of ``sure`` together, in vain.
             if len(shown) + 1 < len(sure):
                 await try_with([*shown, member])
     if not shown:
@@ -423,7 +423,7 @@ class Judge:
                     error = f"reasoning used all of {limit}; raise judge.max_tokens, or lower judge.reasoning_effort"
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
-                break  # A retry would reason just as long.
+                break  # A retry would use up judge.max_tokens again.
             quoted = cut(completion.text, QUOTED_REPLY_CHARACTERS) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))

@@ -1,4 +1,4 @@
-"""Context lengths of judges, and the length of their longest prompt: the union's, which shows every rollout of a group.
+"""Context lengths of judges, and the length of the longest prompt, the union phase's, with every rollout of a group.
 
 The length is an upper estimate for full-length rollouts, in tokens of the policy. Texts that are limited in characters,
 or written by the judge, are counted at `CHARACTERS_PER_TOKEN`. `draco_ray.judging.shortening` truncates prompts that do
@@ -21,7 +21,7 @@ from draco_ray.judging.phases import Credit, Union
 from draco_ray.judging.tokens import model_limit
 
 CHARACTERS_PER_TOKEN = 3
-"""Low for English, code and JSON, so that the token counts are upper estimates."""
+"""Characters counted as one token; low for English, code and JSON, so that the token counts are upper estimates."""
 QUOTED_REPLY_CHARACTERS = 20_000
 """Maximum length of the unusable reply that is quoted when the judge is asked again, in characters."""
 LEAST_ROOM = 700
@@ -40,7 +40,7 @@ class JudgeContext:
     """Description of the request."""
 
     instructions: int
-    """The template, and twice the agent's prompt."""
+    """Tokens of the template and the examples, and twice those of the agent's prompt."""
     rollouts: int
     """Tokens of a group's rollouts; the last output of each may exceed its maximum response length."""
     criteria: int

@@ -22,7 +22,7 @@ MOST_CHARACTERS = 2_000
 """Maximum length of a task or a judge's text in an example, in characters."""
 
 MOST = 2**31 - 1
-"""Largest integer in tables."""
+"""Maximum of the integers in a label, because tables store them in 32 bits."""
 
 
 class Label(BaseModel):
@@ -142,7 +142,7 @@ def read_labels(paths: Sequence[Path]) -> list[Label]:
                 raise ConfigError(
                     f"{where}: the judge's verdict on criterion {label.criterion}, {label.title[:80]!r}, is "
                     f"{label.judge:+d}; in {first[2]} it is {first[1]:+d} on {first[0][:80]!r}; these labels are of "
-                    "different runs, expected labels of one"
+                    "different runs, expected labels of one run"
                 )
             found.append(label)
     if not found:
@@ -151,7 +151,7 @@ def read_labels(paths: Sequence[Path]) -> list[Label]:
 
 
 def corrected(labels: Iterable[Label], most: int) -> list[Label]:
-    """The first ``most`` corrected verdicts; the last label of each counts."""
+    """The first ``most`` corrected verdicts; the last label of each verdict counts."""
     latest = {label.judgment: label for label in labels if label.verdict is not None}
     return [label for label in latest.values() if label.verdict != label.judge][:most]
 

@@ -44,7 +44,7 @@ PACE = 4.0
 LEARNED_AFTER = 12
 """Number of finished requests of a kind that are needed to predict the size of the next one."""
 MEMORY = 200
-"""Number of finished requests over which means are taken."""
+"""Number of latest finished requests over which mean and standard deviation of their sizes are taken."""
 LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -57,7 +57,7 @@ class LeaseRequest(CostBound):
     rank: int = 0
     """The lowest rank is served first."""
     call: str = ""
-    """Identifies the call over all its requests."""
+    """Id of the judge call; equal for all requests of the call, such as retries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +76,11 @@ class RequestResult:
     hint: float | None = None
     """Seconds that the endpoint asks us to wait."""
     away: bool = False
-    """Whether the endpoint is busy or cannot be reached, so that the request is not the cause."""
+    """Whether the endpoint is busy or cannot be reached, so that the request did not cause the failure."""
 
 
 UNSENT, LOST = (RequestResult(trouble=kind) for kind in (FailureKind.UNSENT, FailureKind.LOST))
-"""Results of a request that was not sent, and of one whose end is unknown."""
+"""Results of a request that was not sent, and of one whose outcome is unknown."""
 
 
 class Leases(Protocol):
@@ -90,7 +90,7 @@ class Leases(Protocol):
         """Wait until a request may be sent; returns the lease's number, which is unique over all runs.
 
         Raises:
-            BudgetSpent: it could exceed the budget.
+            BudgetSpent: the request could exceed the budget.
             JudgeUnavailable: the judge has not answered for too long.
         """
         ...
@@ -118,7 +118,7 @@ class SlidingWindow:
         """
         Args:
             limit: maximum amount in the window; None: no limit.
-            burst: amount that may be sent at once; a single larger one may, too.
+            burst: amount that may be sent at once; a single larger request may be sent at once, too.
             pace: rate of the rest, as a factor on the limit.
         """
         self._limit = limit
@@ -182,7 +182,7 @@ class _Sizes:
         self._output[asked.kind].append(output_tokens)
 
     def expected(self, asked: LeaseRequest) -> float:
-        """Expected tokens of a request, prompt and reply; no byte makes more than one token."""
+        """Expected tokens of a request, prompt and reply. The prompt has at most one token per byte."""
         output = _expected(self._output[asked.kind], asked.output_tokens)
         return _expected(self._tokens_per_byte, 1.0) * asked.input_tokens + output
 
@@ -198,9 +198,9 @@ class _Lease:
     use: _Use
     at: float
     probe: bool = False
-    """Whether it is the single request that probes the judge during an outage."""
+    """Whether its request is the single one that probes the judge during an outage."""
     inherited: bool = False
-    """Whether an earlier limiter granted it, to a process that has probably ended."""
+    """Whether an earlier limiter granted this lease, to a process that has probably ended."""
 
 
 class Limiter:
@@ -316,7 +316,7 @@ class Limiter:
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now, call=call, away=ended.away)
 
     def pause(self) -> OutageStatus | None:
-        """The current outage, if any."""
+        """See `JudgeHealth.pause`."""
         return self.outage.pause(self._clock())
 
     def _affords(self, dollars: float) -> bool:
@@ -325,7 +325,7 @@ class Limiter:
             return True
         if self._leases and self.spent + dollars <= budget:
             return False
-        # The refusal ends the run, which would throw away replies that are on their way and paid for.
+        # A refusal ends the run. First wait for the requests in flight, whose replies are paid for.
         if dollars <= budget and not all(lease.inherited for lease in self._leases.values()):
             return False
         raise BudgetSpent(
@@ -353,8 +353,8 @@ class LimiterQueue:
         """
         Args:
             limiter: grants the leases.
-            final: whether the first call that the budget refuses ends all the work, which cancels the other calls: no
-                call is sent after it, and its error is raised when the replies on their way have come.
+            final: whether no request is sent any more after the budget has refused one. `BudgetSpent`, which cancels
+                all other calls, is then raised only after the requests in flight have ended.
         """
         self.limiter, self._final = limiter, final
         self._spent: str | None = None
@@ -385,7 +385,7 @@ class LimiterQueue:
         return verdict
 
     async def pause(self) -> OutageStatus | None:
-        """The current outage, if any."""
+        """See `JudgeHealth.pause`."""
         return self.limiter.pause()
 
     def _lease(self, asked: LeaseRequest) -> tuple[str | None, float]:

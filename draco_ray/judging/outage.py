@@ -1,11 +1,12 @@
 """Judge outages: how errors are classified, and what happens to the call and to all further requests.
 
 ========================  =============================================================================================
-answered                  all counts are reset
+answered                  the counts of failures and refusals are reset
 rate limited              all requests wait, as long as the endpoint says, else with exponential backoff
 not available             no connection, 5xx: all wait with exponential backoff until one request is answered; from the
                           third failure on only one request at a time is sent
-timed out                 the same, but one request at a time after the first timeout: they are slow, and may be billed
+timed out                 as not available, but one request at a time from the first timeout on, since a request that
+                          timed out may be billed
 refused (401, 402, 403,   the run stops if the judge has never answered. Otherwise the call fails, and the third
 404)                      refusal in a row stops the run
 quota spent               the run stops
@@ -33,7 +34,7 @@ ROUNDS_TO_PROBE = 3
 """Number of failures in a row after which only one request at a time is sent, until one is answered."""
 REFUSALS_TO_STOP = 3
 LOGGED_SECONDS = 30.0
-"""Longer waits are logged when they begin."""
+"""Waits longer than this number of seconds are logged when they begin."""
 
 
 class FailureKind(StrEnum):
@@ -48,7 +49,7 @@ class FailureKind(StrEnum):
     """The request itself is the cause: too long, or flagged. The judge is available."""
     UNSENT = "unsent"
     LOST = "lost"
-    """Its end is unknown, so it may be billed."""
+    """The outcome of the request is unknown, so it may be billed."""
 
 
 class NextAction(StrEnum):
@@ -80,7 +81,7 @@ class JudgeHealth:
     def __init__(self, *, max_seconds: float = 0.0, max_backoff_seconds: float = 60.0, who: str = "judge") -> None:
         """
         Args:
-            max_seconds: maximum duration of an outage before the run stops; 0: calls do not wait for each other.
+            max_seconds: maximum duration of an outage before the run stops; 0: a failed call does not pause the others.
             max_backoff_seconds: maximum backoff if the endpoint does not say how long to wait.
             who: name of the judge in messages.
         """
@@ -97,7 +98,7 @@ class JudgeHealth:
         self._failing: set[str] = set()
         """Calls that have failed since the last reply."""
         self.probing = False
-        """Whether the single request of an outage is in flight."""
+        """Whether the single request that probes the judge during an outage is in flight."""
         self._refusals = REFUSALS_TO_STOP - 1
         """Refusals since the last reply; before the first reply one refusal stops the run."""
 
@@ -127,7 +128,7 @@ class JudgeHealth:
         )
 
     def pause(self, now: float) -> OutageStatus | None:
-        """The current outage, if any."""
+        """The current outage, once it has been logged; None before and without an outage."""
         if self._since is None or self._logged_until is None:
             return None
         lasted = now - self._since
@@ -162,8 +163,8 @@ class JudgeHealth:
             hint: seconds that the endpoint asks us to wait.
             sent_at: time of sending, on the clock of ``now``.
             now: seconds.
-            call: identifies the call over all its requests.
-            away: whether the request cannot be the cause.
+            call: id of the judge call; equal for all requests of the call.
+            away: whether the request cannot be the cause of the failure.
         """
         if trouble in (FailureKind.UNSENT, FailureKind.LOST):
             return NextAction.FAIL
@@ -264,7 +265,7 @@ _FLAGGED = re.compile(
 )
 _TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
 _UNPAID = re.compile(r"billing_hard_limit|credit balance is too low to access")
-"""The pattern is narrow, since an error may quote the prompt, and a rollout may be about money."""
+"""Errors of an account without credit. The pattern is narrow: an error may quote a rollout that is about money."""
 _UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
 _UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
 """LiteLLM's words for an answer that is neither an error nor a completion, which it reports as a bad request."""
@@ -274,7 +275,7 @@ _ADVICE = (
     (re.compile(r"reasoning[_.]effort", re.I), "to leave it out set judge.reasoning_effort=null"),
     (re.compile(r"response_format|json_schema", re.I), "to leave it out set judge.structured_output=false"),
 )
-"""Pattern of a parameter's name in an error, and the key that sets it."""
+"""Pattern of a parameter's name in an error, and advice with the configuration key for it."""
 
 
 def classify(error: BaseException) -> FailureKind:
@@ -289,7 +290,7 @@ def classify(error: BaseException) -> FailureKind:
     if status in (400, 422) and _UNREADABLE.search(text):
         return FailureKind.UNAVAILABLE
     if status == 429 and _TOO_LARGE.search(text):
-        # Larger than a minute's limit: a retry never helps.
+        # The request is larger than the limit per minute: a retry never helps.
         return FailureKind.OWN
     if isinstance(error, TimeoutError) or status in _TIMED_OUT:
         return FailureKind.TIMED_OUT
@@ -351,7 +352,7 @@ def is_malformed_response(error: BaseException) -> bool:
 
 
 def error_hint(error: BaseException) -> str:
-    """The end of a message about a refused request: the keys of the parameters that the error names."""
+    """Advice to append to a message about the error: configuration keys to check or change; empty without advice."""
     if is_malformed_response(error):
         return (
             "; the reply has another format than the provider in judge.model uses; check judge.model and judge.api_base"
@@ -362,7 +363,7 @@ def error_hint(error: BaseException) -> str:
 
 
 def wants_completion_tokens(error: BaseException) -> bool:
-    """Whether the endpoint knows ``max_tokens`` under its newer name only."""
+    """Whether the endpoint refuses ``max_tokens`` and expects its newer name ``max_completion_tokens``."""
     return _status(error) == 400 and "max_completion_tokens" in str(error) and "max_tokens" in str(error)
 
 
@@ -381,7 +382,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
             return None
     except (TypeError, ValueError, OverflowError):
         return None
-    # A NaN compares false with everything.
+    # Infinity and NaN give None: a NaN compares false with everything.
     return max(seconds, 0.0) if seconds < float("inf") else None
 
 

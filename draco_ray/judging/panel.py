@@ -6,7 +6,8 @@
 ``judge.fallbacks``       are asked in turn if the judge does not answer
 ========================  ==========================================================================================
 
-The judge alone answers all other phases. Every call is in the archive under the model that answered it.
+Jury and strong judge take part in the phases ``score`` and ``verdicts`` only. Every call is in the archive under the
+model that answered it.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ class Fallbacks:
         """The first answer.
 
         Raises:
-            JudgeUnavailable: the last one is unavailable, too. BudgetSpent: immediately.
+            JudgeUnavailable: the last fallback is unavailable, too.
+            BudgetSpent: the budget is spent; no fallback is asked.
         """
         paid = 0.0
         for index, complete in enumerate(self._completes):
@@ -135,18 +137,18 @@ class Fallbacks:
                 dollars, estimated = completion.dollars + paid, completion.estimated_dollars + paid
                 return replace(completion, dollars=dollars, estimated_dollars=estimated)
             paid += completion.dollars
-        raise AssertionError("the last one answers or raises")
+        raise AssertionError("the last fallback returned no completion and raised no error")
 
     async def forget(self, request: Request) -> None:
-        """Drop the stored reply of every judge."""
+        """Drop the stored reply of every judge to this request."""
         for complete in self._completes:
             await complete.forget(request)
 
     async def check(self) -> None:
-        """Make sure that one of them answers.
+        """Make sure that the judge or one of its fallbacks answers.
 
         Raises:
-            JudgeUnavailable: none does.
+            JudgeUnavailable: none of them answers.
         """
         for index, complete in enumerate(self._completes):
             try:
@@ -210,7 +212,7 @@ def panel_judge(
     Args:
         complete: completer of the judge itself.
         open_one: opens the completer of another judge.
-        replies: the reply store; None: none.
+        replies: the reply store; None if replies are not stored.
     """
     if not config.jury and config.strong is None:
         return Judge(complete, prompts, config, replies)

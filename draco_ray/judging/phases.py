@@ -54,11 +54,11 @@ class Question(ABC, Generic[ValueT]):
     placeholders: ClassVar[frozenset[str]]
     """Placeholders that the template may contain; `values` fills them."""
     required: ClassVar[tuple[frozenset[str], ...]]
-    """Placeholders that it must contain: at least one of each group."""
+    """Placeholders that the template must contain: at least one of each set."""
     entry: ClassVar[type[Entry]]
     """Schema of each entry of a reply."""
     merged: ClassVar[bool] = False
-    """Whether the phase joins several of the paper's; a prompt set without its template uses the built-in one."""
+    """Whether the phase joins several phases of the paper; a prompt set without its template uses the built-in one."""
 
     @property
     @abstractmethod
@@ -318,7 +318,7 @@ class Union(GroupQuestion):
 
 
 def _steps(value: object) -> object:
-    """A list of steps, also from one step, from "1, 2", and from null."""
+    """Convert one step, a text such as "1, 2", or null to a list of steps."""
     if value is None:
         return []
     return value if isinstance(value, list) else str(value).split(",")
@@ -553,7 +553,7 @@ def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
 
 
 def _case(count: int, num_steps: int, **constraints: JsonSchema) -> JsonSchema:
-    """Constraints of an entry: at least one step; if ``constraints`` are given, these and no step."""
+    """The schema's constraints on an entry: it has at least one step or, with ``constraints``, no step."""
     step = {"type": "integer", "minimum": 1, "maximum": max(1, num_steps)}
     steps = {"items": step, "maxItems": 0} if constraints else {"items": step, "minItems": 1}
     return {"rubric_index": {"minimum": 0, "maximum": count - 1}, "relevant_steps": steps, **constraints}

@@ -76,7 +76,7 @@ class JudgeWorkerActor:
         return node
 
     async def check(self) -> None:
-        """Check that the judge and the held-out one answer. Raises: JudgeUnavailable."""
+        """Check that the judge and the held-out judge answer. Raises: JudgeUnavailable."""
         for judge in {self._judge, self._held_out}:
             await judge.check()
 

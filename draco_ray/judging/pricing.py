@@ -40,18 +40,18 @@ class TokenUsage:
     written_tokens: int = 0
     """The part of the input that was written to that cache."""
     output_tokens: int
-    """Reasoning included."""
+    """Tokens of the reply, reasoning included."""
     reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostBound:
-    """Upper bounds of one request."""
+    """Upper bounds on the tokens and the cost of one request."""
 
     input_tokens: int
     output_tokens: int
     dollars: float = 0.0
-    """0 without a price."""
+    """Maximum cost in dollars; 0 if the price is unknown."""
 
 
 def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
@@ -62,7 +62,8 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
     """The configured price of ``model``, else LiteLLM's; None if neither is known.
 
-    If both agree and LiteLLM's also has prices for cached input and long prompts, LiteLLM's is used.
+    If both are known, LiteLLM's is used for the service tiers ``flex`` and ``priority``, or if the configured one only
+    repeats its prices of input and output: LiteLLM's may also have prices for cached input and long prompts.
     """
     if model.startswith(FILES):
         return Price(input=0.0, output=0.0)
@@ -131,8 +132,8 @@ def bound_request_cost(
     No tokenizer makes more tokens than there are bytes in UTF-8.
 
     Args:
-        price: of the model.
-        messages: of the request.
+        price: price of the model; None if unknown.
+        messages: messages of the request.
         max_tokens: maximum length of the reply.
         sent: further arguments that the endpoint may count as input, such as a JSON schema.
     """
@@ -154,7 +155,7 @@ def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
     """The usage that a reply states; None if it states none, or an implausible one.
 
     Args:
-        response: LiteLLM's.
+        response: the response object of LiteLLM.
         most: upper bounds of the request.
     """
     usage = getattr(response, "usage", None)

@@ -31,7 +31,7 @@ NO_FACTS = "- Nothing beyond what the agent was told."
 MERGED = Path("prompts/judge")
 """Folder with the templates of merged phases, for prompt sets without them."""
 SCORING = (Score.name, Verdicts.name)
-"""Phases that are shown the examples."""
+"""Phases whose prompts contain the corrected verdicts of `Prompts.examples`."""
 KEY_FILE = "evidence_key"
 _OF_PROCESS = secrets.token_bytes(32)
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -83,7 +83,8 @@ def evidence_key(folder: Path | None) -> bytes:
     """The secret key of the evidence codes, stored beside the replies so that a resumed run sends the same prompts.
 
     Args:
-        folder: the folder of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: a key of this process.
+        folder: the folder of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: the key is not stored,
+            and valid in this process only.
 
     Raises:
         StoreError: the key can neither be read nor written, or is damaged.
@@ -106,7 +107,7 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     Args:
         folder: the folder with the template of every phase.
         key: see `evidence_key`.
-        facts: facts about the environment; None: none.
+        facts: facts about the environment; None if there are none.
         examples: prepended to the scoring prompt.
 
     Raises:

@@ -26,7 +26,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.records import Criterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
-"""Longer replies are refused: 24 criteria with evidence take a tenth of this."""
+"""Maximum length of a reply, in characters; longer ones are refused. 24 criteria with evidence take a tenth of it."""
 MAX_TEXT_CHARACTERS = 8_000
 """Maximum length of one text, in characters; longer ones are truncated, because later prompts repeat them."""
 MAX_TITLE_CHARACTERS = 300
@@ -46,8 +46,8 @@ _ENDED = {
     "length": "the reply was cut off at the token limit; answer with shorter texts",
     "content_filter": "the reply was withheld by the provider's content filter",
     "refusal": "the judge refused to answer",
-    "tool_calls": "the judge called a tool instead of answering, and there is none",
-    "reasoning": "the reply is reasoning that no answer follows",
+    "tool_calls": "the judge called a tool instead of answering, but has no tools",
+    "reasoning": "the reply contains reasoning but no answer",
 }
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Start of an array of objects or an object; ``[3]`` in prose is a citation."""
@@ -193,7 +193,7 @@ def extract_tagged_answer(text: str, tag: str, kind: type[Entry]) -> str:
     Quotations of a rollout cannot contain the tag, which the rollout never saw.
 
     Raises:
-        ReplyError: the answer has the tag of another request, or several different answers have this request's.
+        ReplyError: the answer has the tag of another request, or several different answers have this request's tag.
     """
     objects = [each for value in _scan(text, kind)[0] for each, _ in _walk(value, kind) if isinstance(each, dict)]
     tagged = [each for each in objects if re.fullmatch("[0-9]{6}", str(each.get(TAG)))]
@@ -202,7 +202,7 @@ def extract_tagged_answer(text: str, tag: str, kind: type[Entry]) -> str:
         raise ReplyError(f"the reply has {TAG} {tagged[-1][TAG]}, that of another request; this request has {tag}")
     own = [each for each in own if len(each) > 1]
     if own and all(map(kind.complete, own)):
-        return json.dumps(own)  # Each entry has the tag.
+        return json.dumps(own)  # The judge put the tag into each entry.
     if any(each != own[-1] for each in own):
         raise ReplyError("the reply holds several different answers; give exactly one")
     return json.dumps(own[-1]) if own else text
@@ -268,7 +268,7 @@ def read_entries(
     unfinished = fields.search(behind) or begins or (re.search(r"\[\s*\{", behind) and _opened(behind) > 0)
     doubt = problem or (unfinished and (broken or "JSON that is not complete"))
     if doubt and not last:
-        raise ReplyError(f"beside the answer stands another one that cannot be used: {doubt}; give exactly one")
+        raise ReplyError(f"besides the answer there is another one that cannot be used: {doubt}; give exactly one")
     return Parsed(value=answer, notes=(f"left out what stands beside the answer: {doubt}",) if doubt else ())
 
 
@@ -354,7 +354,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     the last parsing error."""
 
     decoder = _decoder(kind)
-    # A backslash that begins no escape of JSON (`\d`, `\'`) stands for itself, and a trailing comma for nothing.
+    # Keep a backslash that begins no escape of JSON (`\d`, `\'`) as a backslash, and drop trailing commas.
     text = re.sub(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\', lambda match: match[0] if len(match[0]) > 1 else r"\\", text)
     text = re.sub(r",(?=\s*+[\]}])", "", text)
     values: list[Any] = []
@@ -378,7 +378,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     # Reasoning ends at the last tag outside JSON; a tag inside is a quotation.
     reasoned = max((place for place, gap in enumerate(gaps) if _THINK_END.search(gap)), default=-1)
     if reasoned < 0 and _THINK.match(text):
-        raise ReplyError("the reply is reasoning that no answer follows")
+        raise ReplyError("the reply contains reasoning but no answer")
     return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
 
@@ -399,7 +399,7 @@ def _decoder(kind: type[Entry]) -> json.JSONDecoder:
 
 def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
     """The values in a JSON value, in their order, and whether each may be an answer or part of one: an entry, an array
-    of objects of which one is an entry, or an empty array of entries. What such a value holds is left out.
+    of objects of which one is an entry, or an empty array of entries. Values inside such a value are left out.
 
     Some models write the answer or its entries as a string of JSON, which is then read."""
     left = [(ENTRIES, value)]

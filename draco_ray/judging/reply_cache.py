@@ -3,9 +3,9 @@
 Every reply is stored as it arrives, even a malformed one: the key of the follow-up question contains it, so both can be
 replayed. When a whole phase fails, its replies are deleted and the next attempt asks again.
 
-The same file holds the book of requests: each is entered with its maximum cost before it is sent, and its actual cost
-is entered together with its reply in one transaction. So every paid reply is booked even if a process is killed; a
-request whose outcome is unknown stays in the book at its maximum cost, since it may be billed.
+The same file holds the cost ledger: each request is entered with its maximum cost before it is sent, and its actual
+cost is entered together with its reply in one transaction. So every paid reply is booked even if a process is killed;
+a request whose outcome is unknown stays in the ledger at its maximum cost, since it may be billed.
 
 All judge workers of a run share one store. A worker claims a question before it asks; others with the same question
 wait for its answer. Claims are held in memory and expire unless renewed, so nobody waits for a dead worker.
@@ -113,11 +113,11 @@ class CostLedger:
 
 @dataclass(slots=True)
 class _Claim:
-    """A claim on a question."""
+    """A claim on a question: only its holder sends the question, and others wait for the reply."""
 
     holder: str
     expires: float = 0.0
-    """On the monotonic clock."""
+    """Time at which the claim expires, in seconds of the monotonic clock."""
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -187,7 +187,7 @@ class ReplyCache:
         await self._run(lambda: self._connection.execute(PUT, row))
 
     async def begin(self, number: str, most: float) -> None:
-        """Enter a request in the book before it is sent.
+        """Enter a request in the cost ledger before it is sent.
 
         Args:
             number: number of its lease.
@@ -372,7 +372,7 @@ def _is_there(file: Path) -> bool:
 
 
 def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
-    """The book of a folder of replies; empty if there is none.
+    """The cost ledger in a folder of replies; empty if there is none.
 
     Args:
         folder: the cache's folder, which is not changed.
@@ -407,12 +407,12 @@ def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
 
 
 def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
-    """Book requests that were never answered, ``but`` these, as free of charge; returns the dollars that this frees.
+    """Book requests that were never answered, except those in ``but``, at 0 dollars; returns the dollars freed.
 
     For users who know from the provider's record that they were not billed. No other process may be using the cache.
 
     Raises:
-        StoreError: the book cannot be read or written.
+        StoreError: the cost ledger cannot be read or written.
     """
     freed = {number: most for number, most in read_cost_ledger(folder).under_way.items() if number not in but}
     if freed:

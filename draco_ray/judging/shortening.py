@@ -39,7 +39,10 @@ def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, 
 
 
 def most_candidates(level: int) -> int | None:
-    """Maximum number of candidates in a union at ``level``, equal to the length of the prompt's texts; None: any."""
+    """Maximum number of candidates in a union at ``level``: as many as a text of the prompt may have characters.
+
+    None: no maximum.
+    """
     return _length(level - 2 * len(LENGTHS))
 
 
@@ -56,12 +59,12 @@ def cut(text: str, length: int) -> str:
 
 
 def _length(level: int) -> int | None:
-    """Length of the texts of one stage; None before the stage begins."""
+    """Maximum length of a text in one stage, in characters; None before the stage begins (``level`` below 1)."""
     return None if level < 1 else LENGTHS[min(level, len(LENGTHS)) - 1]
 
 
 def _shorter_turn(turn: Turn, length: int) -> Turn:
-    # An empty code block is an action too.
+    # There is no code to truncate: no action, or an action with an empty code block.
     if not turn.action:
         return replace(turn, text=cut(turn.text, length))
     # The last occurrence was executed. Search backwards with `partition`: `rpartition` takes quadratic time.

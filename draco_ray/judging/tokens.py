@@ -52,12 +52,12 @@ def refused_parameters(model: str, api_base: str | None, **parameters: Any) -> s
     except litellm.UnsupportedParamsError as error:
         return str(error)
     except litellm.BadRequestError:
-        return None  # The request itself will say so.
+        return None  # The request itself will fail with this error.
     return None
 
 
 def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens"]) -> int | None:
-    """A limit of an API model, tokens; None for a model that the table does not have.
+    """A limit of an API model, in tokens; None for a model that the table does not have.
 
     Args:
         model: LiteLLM's name of the model, provider prefix included.
@@ -99,9 +99,10 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 BYTES_PER_TOKEN = 3
-"""Below the usual ratio for English, Chinese or JSON; hexadecimal digits and base64 are lower still."""
+"""Bytes per token assumed before a provider reports usage: fewer than is usual for English, Chinese or JSON, but more
+than for hexadecimal digits and base64."""
 MAX_BYTES_PER_TOKEN = 16
-"""A provider that reports fewer tokens has not counted the prompt."""
+"""Largest plausible number of bytes per token: a provider that reports fewer tokens has not counted the prompt."""
 MARGIN = 1.05
 """Safety factor on the reported rate, because texts differ."""
 LEARNED_BYTES = 20_000
@@ -125,7 +126,7 @@ def update_tokens_per_byte(rate: float, size: int, tokens: int) -> float:
     if not size / MAX_BYTES_PER_TOKEN <= tokens < size:
         return rate
     ratio = MARGIN * tokens / (size * rate)
-    # From five bytes per token, in easy prose, to one.
+    # Keep the rate between 0.2 tokens per byte (easy prose) and 1.
     return min(max(rate * ratio ** min(1.0, size / LEARNED_BYTES), 0.2), 1.0)
 
 
@@ -141,7 +142,7 @@ def is_too_long(error: str, estimate: float) -> bool:
 
 
 def part_to_keep(error: str, estimate: float, tries: int) -> float:
-    """How much to keep of a prompt that was too long, 0 to 1.
+    """The fraction to keep of a prompt that was too long, 0 to 1.
 
     Args:
         error: the provider's error.

@@ -35,7 +35,7 @@ def table_schema(*groups: str) -> pa.Schema:
 def collect_table(
     *groups: str,
 ) -> Callable[[Callable[ParametersT, Iterable[Mapping[str, Any]]]], Callable[ParametersT, pa.Table]]:
-    """Collect the rows that the decorated function yields into a table with these `table_schema`.
+    """Collect the rows that the decorated function yields into a table; ``groups`` are those of `table_schema`.
 
     A column without a value is null, as are infinite numbers and NaN; ``run`` is the name of the run directory that the
     function reads.

@@ -64,7 +64,7 @@ COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("advantages", ("rollout",), ()),
     ("groups", (), ()),
 )
-"""(table, key columns, columns not compared yet), in order of dependency: each table follows from earlier ones."""
+"""(table, key columns, columns compared only later), in order of dependency: each table follows from earlier ones."""
 DERIVED_METRICS = (
     *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
     *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),
@@ -166,7 +166,7 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
     adapts = config.engine.deterministic and config.learner.use == LearnerConfig().use
     learner = _Relearner(run, config) if adapts else None
     if learner is None:
-        console.print("adapters are not recomputed, because engine.deterministic is false or the learner is your own")
+        console.print("adapters are not recomputed, because engine.deterministic is false or the learner is custom")
     for step in steps:
         if judge is not None:
             judge.open(step)

@@ -25,7 +25,7 @@ class UpdateMetrics:
     skipped: str | None
     """Why the update was skipped; None if it was applied."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     samples: int
     valid_tokens: int
     computed_tokens: int
@@ -34,7 +34,7 @@ class UpdateMetrics:
     kl: float
     """k3 estimate against the base model, nats per token; 0 if its coefficient is 0."""
     entropy: float
-    """Nats per token."""
+    """Entropy of the policy, nats per token."""
     clip_fraction: float
     dual_clip_fraction: float
     engine_gap: float
@@ -42,7 +42,7 @@ class UpdateMetrics:
     for rollouts that an older adapter sampled (`train.staleness`)."""
     learning_rate: float
     importance_weight: float = 1.0
-    """Mean truncated weight, p(weights of the step's start) / p(at sampling); 1 where there is none."""
+    """Mean of p(weights of the step's start) / p(at sampling), truncated and masked; 1 without a cap and a mask."""
     truncated_fraction: float = 0.0
     """Share of tokens whose weight was truncated at `learner.importance_cap`."""
     masked_fraction: float = 0.0
@@ -53,7 +53,7 @@ class UpdateMetrics:
     engine_k3: float = 0.0
     """Mean of r - 1 - log r: an estimate of the same KL that is never negative."""
     engine_ratio_p01: float = 1.0
-    """Quantile of r over tokens, accurate to half a percent between e^-2 and e^2."""
+    """1 % quantile of r over tokens, accurate to half a percent between e^-2 and e^2; ``p50`` and ``p99`` likewise."""
     engine_ratio_p50: float = 1.0
     engine_ratio_p99: float = 1.0
     engine_ratio_min: float = 1.0
@@ -122,7 +122,7 @@ class Learner(GroupLearner, Protocol):
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """Return a reference to a `draco_ray.records.WeightUpdate`: the current weights, for the engines.
 
-        It ends the training step: groups accumulated later count as sampled with these weights.
+        The call ends the training step: groups accumulated later count as sampled with these weights.
         """
         ...
 

@@ -55,7 +55,7 @@ class ContextParallelGroup:
 
         Args:
             arrays: t x heads x width, of the same dtype; the numbers of heads may differ.
-        Returns: T x heads / N x width; heads are repeated where their number does not divide by N.
+        Returns: T x heads / N x width; heads are repeated where N does not divide their number.
         """
         parts_tNC = [
             array.repeat_interleave(head_copies(array.shape[1], self.size), dim=1).reshape(len(array), self.size, -1)

@@ -95,7 +95,7 @@ class LoraLearner:
             mesh: the workers that the base is sharded over; None: each worker has the whole base. With a mesh all
                 workers must call `accumulate`, `old_logprobs` and `token_logprobs` together, with the same
                 ``num_micro_batches``.
-            context: the workers that share every micro-batch with this one; None: no other. They must also make these
+            context: the workers that share every micro-batch with this one; None: no others. They must also make these
                 calls together, with the same samples; only the first of them adds to the sums.
         Raises: ConfigError if the model cannot be used.
         """
@@ -125,7 +125,7 @@ class LoraLearner:
         """Indices of ``samples`` in each micro-batch; samples without a valid token are left out."""
         trained = [index for index, sample in enumerate(samples) if trained_length(sample)]
         sequences = [_sequence(samples[index]) for index in trained]
-        # With a sharded base, samples are packed again without those put off; a longer prefix would change the batches.
+        # With a sharded base samples are packed again without postponed ones; a longer prefix would change the batches.
         common = 0 if self.sharded or not self.policy.packs else common_prefix(sequences)
         shapes = [(len(each.token_ids_T) - common, each.prompt_length - common, each.prompt_key) for each in sequences]
         batches = pack(shapes, self._config.micro_batch_tokens - common if self.policy.packs else 1)
@@ -293,7 +293,7 @@ class LoraLearner:
     def load(self, directory: Path) -> None:
         """Load a checkpoint written by `save`.
 
-        Raises: LearnerError if it is damaged, or belongs to another model or rank.
+        Raises: LearnerError if it is damaged, or belongs to another model or LoRA rank.
         """
         self.restore(Snapshot.read(directory), str(directory))
 
@@ -301,9 +301,9 @@ class LoraLearner:
         """Continue from a snapshot; hyperparameters are those of the configuration.
 
         Args:
-            snapshot: a snapshot of this model and rank.
+            snapshot: a snapshot of this model and LoRA rank.
             source: its path, for messages.
-        Raises: LearnerError if it belongs to another model or rank.
+        Raises: LearnerError if it belongs to another model or LoRA rank.
         """
         self.policy.load_adapter(_tensors(snapshot.adapter), source)
         state: dict[int, dict[str, Tensor]] = {}

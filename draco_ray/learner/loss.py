@@ -119,7 +119,7 @@ def _chunk_logprobs(
     if needs_logprob_slope or needs_entropy_slope:
         probabilities = exponentials.div_(sum_C1)
         if needs_entropy_slope:
-            # -p (log p + entropy)
+            # Gradient of the entropy with respect to the logits: -p (log p + entropy).
             logits.sub_(mean_logit_C1).mul_(probabilities).neg_()
             entropy_slope_CH = logits.to(weight.dtype) @ weight
         del logits
@@ -154,10 +154,10 @@ def importance_weights(
     A masked token keeps its KL and entropy terms and still counts in the token mean.
 
     Args:
-        old_logprob_V: under the policy at the start of the training step.
-        sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
+        old_logprob_V: log-probs under the policy at the start of the training step.
+        sampled_logprob_V: log-probs under the policy that sampled the tokens, as the engine reported them.
         sample_V: index of each token's sample, from 0; every sample has a token.
-        config: levels and bounds.
+        config: level and cap of the weights, level and bounds of the mask.
     """
     log_ratio_V = old_logprob_V - sampled_logprob_V
     weight_V = None
@@ -173,7 +173,7 @@ def importance_weights(
 
 
 def log_ratios_at(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> Tensor:
-    """Each token's log-ratio at a level: its own, its sample's sum, or its sample's mean; clamped to ±20."""
+    """Each token's log-ratio by ``level``: its own, its sample's sum, or its sample's mean; clamped to ±20."""
     if level != "token":
         samples = int(sample_V.max()) + 1
         sum_S = log_ratio_V.new_zeros(samples).index_add_(0, sample_V, log_ratio_V)
@@ -254,9 +254,9 @@ def grpo_loss(
     p, ±20).
 
     Args:
-        logprob_V: under the current policy, with gradient.
-        old_logprob_V: under the policy at the start of the training step.
-        reference_logprob_V: under the base model; None if the KL coefficient is 0.
+        logprob_V: log-probs under the current policy, with gradient.
+        old_logprob_V: log-probs under the policy at the start of the training step.
+        reference_logprob_V: log-probs under the base model; None if the KL coefficient is 0.
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
         entropy_V: nats; has a gradient only if its coefficient is positive.
         config: clip ranges and coefficients.

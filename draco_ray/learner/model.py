@@ -77,9 +77,9 @@ def shard_base(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
     for group in groups:
         fully_shard(group, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
     if isinstance(embedding, FSDPModule):
-        # It is frozen and the first layer, so its backward needs no weight.
+        # The embedding is frozen and the first layer, so its backward needs no weight.
         embedding.set_unshard_in_backward(False)
-    # The root, which has no parameters of its own, lets each group prefetch the next.
+    # The decoder as the root module, which has no parameters of its own, lets each group prefetch the next.
     fully_shard(decoder, mesh=mesh, ignored_params=whole)
 
 
@@ -99,9 +99,9 @@ def unsharded(module: torch.nn.Module) -> Iterator[None]:
 log = logging.getLogger(__name__)
 
 KERNEL_DEVICES: tuple[str, ...] = ("cuda",)
-"""Device types that the kernels support."""
+"""Device types that flash-linear-attention's kernels support."""
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
-"""Names of the functions in transformers' model modules."""
+"""Names of the functions in transformers' model modules that the kernels replace."""
 
 
 def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
@@ -128,7 +128,7 @@ def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
 def _put_kernels(module: ModuleType) -> None:
     rule, convolution = getattr(module, RULE), getattr(module, CONVOLUTION)
     if not hasattr(rule, "elsewhere"):
-        # Below its kernel wrapper, transformers has its own implementation.
+        # `inspect.unwrap` returns transformers' own implementation, which a kernel wrapper may hide.
         setattr(module, RULE, _on_device(rule, inspect.unwrap(rule)))
         kernel = convolution if util.find_spec("causal_conv1d") is not None else _convolution
         setattr(module, CONVOLUTION, _on_device(kernel, inspect.unwrap(convolution)))
@@ -155,7 +155,7 @@ def _convolution(
 
 
 FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-"""dtype of the codes, and their largest value, which represents the largest weight of a row."""
+"""`learner.base_precision` -> dtype of the codes, and the largest code, which represents a row's largest weight."""
 
 
 class QuantizedLinear(torch.nn.Linear):
@@ -241,7 +241,7 @@ class FusedLora(lora.Linear):
 
 
 class _Adapter(torch.autograd.Function):
-    """N tokens, I inputs, O outputs, rank R. Forward computes the adapter, backward the whole layer's gradient."""
+    """N tokens, I inputs, O outputs, rank R. Forward: the adapter's output; backward: the whole layer's gradient."""
 
     @staticmethod
     def forward(
@@ -254,9 +254,9 @@ class _Adapter(torch.autograd.Function):
         scaling: float,
     ) -> Tensor:
         inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
-        # Not a view, because the caller adds to it in place without autograd.
+        # Allocate the output instead of returning a view, because the caller adds to it in place without autograd.
         output = x.new_empty(*x.shape[:-1], len(b_OR))
-        # One operation, so that the scaling comes before the rounding.
+        # Multiply and scale in one operation, so that the product is rounded only after the scaling.
         torch.addmm(
             x.new_zeros(()), inner_NR, b_OR.to(x.dtype).T, beta=0, alpha=scaling, out=output.view(-1, len(b_OR))
         )
@@ -280,7 +280,7 @@ class _Adapter(torch.autograd.Function):
 
 
 ROWS_AT_ONCE = 8192
-"""Number of tokens whose frozen output is in memory beside the adapter's at a time."""
+"""Number of tokens for which the frozen layer's output is computed at a time, then added to the adapter's."""
 PACKING_TOLERANCE = 0.1
 """Maximum mean relative difference between the decoder's outputs for packed and for separate sequences. It allows for
 bfloat16's rounding; attention to a wrong token makes a far larger difference."""
@@ -306,7 +306,7 @@ class AdaptedModel:
         Args:
             mesh: the workers that the base is sharded over; None: it is not sharded. With a mesh every forward pass,
                 those of ``__init__`` included, is a collective of all of them.
-            context: the workers that share micro-batches, whose forward passes are collectives too; None: no other.
+            context: the workers that share micro-batches, whose forward passes are collectives too; None: no others.
         Raises: ConfigError if the model cannot be loaded, its head is not a plain frozen linear layer, or context
                 parallelism or its mixture of experts is not supported.
         """
@@ -325,7 +325,7 @@ class AdaptedModel:
             task_type="CAUSAL_LM",
         )
         lora._register_custom_module({torch.nn.Linear: FusedLora})
-        # On the CPU, so that the initial values do not depend on the device.
+        # Initialise on the CPU, so that the initial values do not depend on the device.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.peft: PeftModel = get_peft_model(base, lora, autocast_adapter_dtype=True)
@@ -405,7 +405,7 @@ class AdaptedModel:
     def load_adapter(self, tensors: dict[str, Tensor], source: str) -> None:
         """Replace the adapter's values; accepts the names of `saved_arrays`.
 
-        Raises: LearnerError if names or shapes are not those of this model and rank.
+        Raises: LearnerError if names or shapes are not those of this model and LoRA rank.
         """
         expected = {name: tuple(tensor.shape) for name, tensor in get_peft_model_state_dict(self.peft).items()}
         engines = {engine_tensor_name(name, self._architectures) for name in expected} - expected.keys()
@@ -417,7 +417,7 @@ class AdaptedModel:
             raise LearnerError(
                 f"adapter {source}: {len(wrong)} tensors do not fit this model, first {wrong[0]}: "
                 f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; check that the adapter belongs to "
-                "this base model and rank"
+                "this base model and LoRA rank"
             )
         set_peft_model_state_dict(self.peft, tensors)
 
@@ -462,7 +462,7 @@ class AdaptedModel:
     def _try_packing(self, base: Any, context: ContextParallelGroup | None) -> None:
         """Install segment attention, unless packed sequences do not give the outputs of separate ones."""
         ids_T = np.arange(24)
-        # All share 17 tokens; the first, third and fourth share a prompt of 18.
+        # All sequences share 17 tokens; the first, third and fourth share a prompt of 18 tokens.
         sequences = [
             TokenSequence(
                 np.append(ids_T[:prompt] % 7, ids_T[prompt : prompt + more] % 5),

@@ -16,11 +16,11 @@ import numpy as np
 from draco_ray.records import BoolArray, IntArray
 
 SHORTEST_COMMON = 16
-"""A shorter common prefix is not shared: another segment would cost more than it saves."""
+"""Minimum length of a shared common prefix, in tokens; for a shorter one, another segment costs more than it saves."""
 
 
 class Segment(NamedTuple):
-    """Tokens that attend to each other, and to those of the segment that they continue."""
+    """Consecutive tokens that attend to each other, and to the tokens of the segments that they continue."""
 
     start: int
     length: int
@@ -39,7 +39,7 @@ class TokenSequence(NamedTuple):
 
     @property
     def prompt_key(self) -> Hashable:
-        """Equal for sequences with the same prompt."""
+        """A key that is equal for sequences with the same prompt."""
         return self.token_ids_T[: self.prompt_length].tobytes()
 
 
@@ -66,14 +66,14 @@ class _Bin:
 
 
 def pack(sequences: Sequence[tuple[int, int, Hashable]], token_budget: int) -> list[list[int]]:
-    """Pack sequences into micro-batches by first-fit: first those with a common prompt, then the results.
+    """Pack sequences by first-fit: those with a common prompt into bins, then the bins into micro-batches.
 
     Removing the sequences of the last micro-batches does not change the others, so workers that process only some of
     them agree on the rest.
 
     Args:
         sequences: length, prompt length, and prompt key of each.
-        token_budget: tokens of a micro-batch, a shared prompt counted once; a longer sequence is alone in one.
+        token_budget: tokens of a micro-batch, counting a shared prompt once; a longer sequence gets its own batch.
     Returns: indices into ``sequences``, each exactly once; those with a common prompt next to each other.
 
     >>> pack([(10, 4, "a"), (3, 1, "b"), (9, 4, "a"), (4, 1, "c")], token_budget=16)
@@ -145,7 +145,7 @@ def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
             sequence = sequences[index]
             start = append(sequence, shared, len(sequence.token_ids_T), after)
             place_T = np.append(place_P, np.arange(start, start + len(sequence.token_ids_T) - shared))
-            # The last shared token predicts the first one after it.
+            # The last token of the shared prefix predicts the first token after the prefix.
             predictors[index] = place_T[np.flatnonzero(sequence.target_mask_T) - 1]
     return MicroBatch(
         token_ids_T=np.concatenate(tokens).astype(np.int64),
@@ -186,7 +186,7 @@ def balance(lengths: Iterable[int], loads: list[int]) -> list[int]:
 
     Args:
         lengths: tokens of each sequence.
-        loads: tokens that each shard already has; those of its new sequences are added.
+        loads: tokens that each shard already has; the list is updated with the new sequences.
     Returns: the shard of each sequence; the same on every worker for the same arguments.
 
     >>> balance([5, 9, 4], loads=[0, 0])

@@ -1,7 +1,7 @@
 """RMS norms and gated MLPs as single autograd functions, which save less memory for the backward pass.
 
 In transformers' code an RMS norm in float32 and ``silu(gate) * up`` are chains of operations that save every
-intermediate. Here a norm saves its input, in the base's dtype, and one number per token, and a gated MLP its two
+intermediate. Here a norm saves its input, in the base model's dtype, and one number per token, and a gated MLP its two
 projections; the rest is recomputed in the backward pass. Results and rounding are those of transformers' code. Before a
 kind of layer is replaced, its results are compared with that code; a kind that differs is left unchanged.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 0.01
-"""Maximum mean relative difference from the layer's own code; bfloat16 rounds to 0.004."""
+"""Maximum mean relative difference from the output of transformers' own layer; bfloat16 rounds to 0.004."""
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -62,7 +62,7 @@ def gated_grads(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor
 
 @cache
 def kernel(function: Callable[..., Any], compiled: bool) -> Callable[..., Any]:
-    """One of the four functions, or its compiled form for any number of tokens, which is compiled at first use."""
+    """``function``, or its form compiled by torch.compile at first use, which takes any number of tokens."""
     return torch.compile(function, dynamic=True) if compiled else function
 
 

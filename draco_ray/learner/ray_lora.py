@@ -33,7 +33,7 @@ class RayLoraLearner:
     ) -> None:
         """
         Args:
-            model: the frozen base.
+            model: the frozen base model.
             config: hyperparameters, workers and their resources.
             run: the run directory, on this machine.
             seed: seed of the adapter's initial values.
@@ -53,7 +53,7 @@ class RayLoraLearner:
         self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
         self._log: Any = None
         self._unsent: dict[str, tuple[list[Any], asyncio.Task[None]]] = {}
-        """Groups that wait to be sent, and the task that sends them, by the workers' method."""
+        """Name of a workers' method -> groups that wait to be sent to it, and the task that sends them."""
         self._sending = asyncio.Lock()
         self._fit: Any = None
         self._watch: asyncio.Task[None] | None = None
@@ -106,13 +106,13 @@ class RayLoraLearner:
         await self._call(self._log.save, str(directory.resolve()))
 
     async def token_logprobs(self, token_ids: IntArray | list[int], *, adapter: bool = True) -> FloatArray:
-        """Log-prob of every token, 0.0 for the first; for the canary."""
+        """Log-prob of every token, 0.0 for the first; `draco_ray.engine.canary` compares them with an engine's."""
         ids = [int(token) for token in token_ids]
         logprobs, *_ = await self._submit("token_logprobs", token_ids=ids, adapter=adapter)
         return logprobs
 
     async def stop(self, timeout: float = PATIENCE_SECONDS) -> None:
-        """End the loop and its processes; after ``timeout`` seconds they are interrupted, then killed."""
+        """End the Ray Train loop and its processes; after ``timeout`` seconds they are interrupted, then killed."""
         if self._log is None or self._watch is None:
             return
         with contextlib.suppress(TimeoutError):
@@ -126,7 +126,7 @@ class RayLoraLearner:
             if not self._watch.done():
                 ray.cancel(self._fit, force=force)
                 await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
-        # The watch may still wait for the log.
+        # `_watch_fit` may still wait for the command log.
         ray.kill(self._log)
         await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
         self._log = None
@@ -151,7 +151,7 @@ class RayLoraLearner:
         return results
 
     async def _call(self, method: Any, *given: Any) -> Any:
-        """Call a method of the log."""
+        """Call a method of the command log's actor."""
         try:
             return await method.remote(*given)
         except ray.exceptions.ActorDiedError:
@@ -160,7 +160,7 @@ class RayLoraLearner:
             ) from None
 
     async def _watch_fit(self) -> None:
-        """Wait for the end of the loop, and fail every call that still waits for a result."""
+        """Wait for the end of the Ray Train loop, and fail every call that still waits for a result."""
         message = "the learner has stopped"
         try:
             await self._fit

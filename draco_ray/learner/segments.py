@@ -121,7 +121,7 @@ class _DeltaNetCache:
     """A gated delta net's states between two segments, with the interface of transformers' cache."""
 
     record_past = True
-    """Prevents in-place changes: several segments may continue the same segment, and all have gradients."""
+    """Keeps transformers from changing states in place: several segments may continue one, and all have gradients."""
 
     def __init__(self, before: _DeltaNetCache | None) -> None:
         self.before = before

@@ -1,4 +1,4 @@
-"""The Ray Train loop: one per worker, which runs the commands of the log until the end of a run.
+"""The Ray Train loop: one per worker, which runs the command log's commands until the run ends.
 
 Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and restarts all of them when
 one dies. Their starting point comes from the command log, not from `ray.train.get_checkpoint`, because a checkpoint is
@@ -42,7 +42,7 @@ def end_if_hung(watch: StallDetector, progress: Callable[[], int], end: Callable
 
 
 TELL_SECONDS = 10.0
-"""Timeout for telling the log why a worker ends."""
+"""Timeout for telling the command log why a worker ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +63,15 @@ class LogLost(Exception):
 
 
 def train_loop(settings: dict[str, LoopSettings]) -> None:
-    """Run the log's commands until the log ends or is lost: Ray Train's `train_loop_per_worker`."""
+    """Run the command log's commands until it ends or is lost: Ray Train's `train_loop_per_worker`."""
     given = settings["settings"]
     try:
-        # Ask for the start first, because the log counts the starts.
+        # Ask for the starting point first, because the command log counts the starts of the workers.
         start = _start(given.log)
         if start is not None:
             _run(given, start)
     except LogLost:
-        # Do not raise this: Ray Train would restart the workers forever.
+        # Do not raise LogLost again: Ray Train would restart the workers forever.
         return
     except Exception as error:
         with suppress(LogLost):
@@ -80,7 +80,7 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
 
 
 def _start(log: Any) -> StartPosition | None:
-    """The workers' starting point; None: they end at once.
+    """The workers' starting point in the command log; None: the workers end at once.
 
     Rank 0 asks the log and broadcasts the answer. If each worker asked, only some might learn that the log has given
     up, and the others would wait for them in a collective operation.
@@ -100,7 +100,7 @@ def _start(log: Any) -> StartPosition | None:
 
 
 def _get(reply: Any) -> Any:
-    """The log's reply. Raises: LogLost."""
+    """The command log's reply. Raises: LogLost."""
     import ray
 
     try:
@@ -178,7 +178,7 @@ def _end_hung(log: Any, seconds: float) -> None:
 
 
 def fit(settings: LoopSettings) -> None:
-    """Run the loop on all workers until it ends; blocks.
+    """Run the Ray Train loop on all workers; returns when it has ended.
 
     All workers restart when one dies, does not answer for ``learner.stall_seconds``, or hangs (`end_if_hung`), until
     the command log gives up.

@@ -23,7 +23,7 @@ class PendingSamples:
     """
 
     def __init__(self, learner: LoraLearner, shard: int, shards: int) -> None:
-        """``shard``: index of the shard whose samples `take` returns; ``shards``: their number."""
+        """``shard``: index of the shard whose samples `take` returns; ``shards``: number of shards."""
         self._learner, self._shard = learner, shard
         self._samples: list[list[TrainingSample]] = [[] for _ in range(shards)]
         """One list per shard."""
@@ -108,7 +108,7 @@ class LearnerWorker:
         self._run_remember()
 
     def update(self) -> UpdateMetrics:
-        """One optimizer step from the accumulated gradients; the result needs `draco_ray.learner.base.over_workers`."""
+        """One optimizer step from the accumulated gradients; `draco_ray.learner.base.over_workers` joins results."""
         self._run_remember(everything=True)
         self._run_accumulate(everything=True)
         self._reset_loads()

@@ -87,7 +87,7 @@ JUDGE_TOKENS = _counter(
 JUDGE_DOLLARS = _counter("draco_judge_dollars_total", "Dollars this process spent on judging.", ("phase",))
 
 EVENTS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
-"""The metrics above."""
+"""All metrics but `STEP_GAUGES`: of queues, of engines, and of events."""
 
 STEP_GAUGES = {
     "step": _gauge("draco_step", "Finished training steps."),

@@ -81,7 +81,7 @@ def set_private_umask() -> None:
 
 
 def _process_name() -> str:
-    """The actor's name without its run, or ``driver``."""
+    """The actor's name without the run's name; ``driver`` in other processes."""
     import ray
 
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:

@@ -54,11 +54,11 @@ class RunMetrics:
                 self.set(metric, line[key])
 
     def set(self, metric: Metric, value: float, **tags: str) -> None:
-        """Set a gauge; ``tags``: all but ``run``."""
+        """Set a gauge; ``tags``: values of all its tags but ``run``."""
         self._instruments[metric.name].set(float(value), tags=self._tags | tags)
 
     def count(self, metric: Metric, amount: float, **tags: str) -> None:
-        """Add to a counter; ``tags``: all but ``run``."""
+        """Add to a counter; ``tags``: values of all its tags but ``run``."""
         # Ray refuses increments of zero.
         if amount > 0:
             self._instruments[metric.name].inc(float(amount), tags=self._tags | tags)

@@ -28,7 +28,7 @@ class Tracker(Protocol):
 
 
 PER_TASK = frozenset({"task_pass_rates"})
-"""Mappings with one entry per task, which are left out because each entry would become a curve."""
+"""Metrics with one value per task, which are left out because each task would become a curve."""
 
 
 def scalars(line: Mapping[str, Any]) -> dict[str, float]:

@@ -42,7 +42,7 @@ class PlayedRollouts:
         self._played, self._outcomes = played, outcomes or {}
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
-        """The rollout that was played; a lost one if there is none."""
+        """Return the rollout that was played; if there is none, a result without a rollout."""
         if (trajectory := self._played.get(rollout)) is None:
             return RolloutResult(member=None)
         evaluation = self._outcomes.get((task_id, rollout))

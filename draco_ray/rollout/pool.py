@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 1800.0
 environments and agents may block the worker's event loop while they compute."""
 
 STOP_SECONDS = 15.0
-"""Time limit for a worker to close its worlds; a suspended process never does."""
+"""Time limit for a worker to close its worlds, because a suspended process never answers."""
 
 
 class RolloutWorkers:
@@ -41,7 +41,7 @@ class RolloutWorkers:
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
-        """Start nothing yet.
+        """Does not start workers yet; see `open`.
 
         Args:
             start: requests the worker with a given number from Ray and returns its handle at once.
@@ -103,7 +103,7 @@ class RolloutPool:
         """
         Args:
             workers: already opened.
-            policies: the numbers of the policies; a rollout gets a policy that is up, if there is one.
+            policies: indices of the policies; a rollout gets one that answers, if there is any.
             retries: additional attempts after a server error.
             seed: of the run; seeds of rollouts are derived from it.
         """

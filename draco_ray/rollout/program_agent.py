@@ -34,13 +34,13 @@ from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.temp_dirs import PrivateTempDir
 
 FOLDER = Path(__file__).parent / "harnesses"
-"""Folder of this package's recipes."""
+"""Folder of the recipes (`Harness`) that this package includes."""
 _VERSION_SECONDS = 60.0
 
 
 class Harness(ConfigSection):
-    """One recipe. Command and variables may contain the placeholders ``{prompt}``, ``{model}`` and environment
-    variables of the program, such as ``{OPENAI_BASE_URL}``."""
+    """A recipe for an agent program (``agent.harness``). Command and variables may contain the placeholders
+    ``{prompt}``, ``{model}`` and environment variables of the program, such as ``{OPENAI_BASE_URL}``."""
 
     command: tuple[str, ...]
     """The program and its arguments; no shell is used. The prompt is also on standard input."""
@@ -48,7 +48,7 @@ class Harness(ConfigSection):
     """The endpoint's API that the agent uses; for the reader only."""
     variables: Mapping[str, str] = {}
     side_calls: tuple[str, ...] = ()
-    """Regular expressions, as ``agent.side_calls``."""
+    """Regular expressions that identify side calls, as in ``agent.side_calls``."""
     versions: tuple[str, str]
     """The first version that was tested, and the first that is too new."""
 
@@ -125,7 +125,7 @@ TASK_FILE = "/run/draco/task.json"
 _SCRIPTS = (".py", ".sh")
 _SAID_CHARACTERS = 300
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""Errors when starting a program that a retry cannot change; other errors mean that the machine lacks resources."""
+"""Error numbers after which a retry to start a program is useless; others mean that the machine lacks resources."""
 
 
 class ProgramAgent:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 EPISODES = "episodes"
 """Folder in the directory of a run or an evaluation, for files that worlds keep."""
 Policies = Callable[[AgentConfig], list[Policy]]
-"""Creates, in a worker, the policies that it samples from, which use engines of this run or an API."""
+"""Called in each rollout worker to create its policies, which sample from engines of this run or from an API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class RolloutWorkerActor:
                 validate_file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")
             ]
             folder = self._kept.joinpath(*parts)
-            # Remove files of an earlier attempt, from before a crash.
+            # Remove files of this attempt from before a crash: Ray repeats an attempt whose worker died.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             if self._kept.parent.is_dir():
                 await world.keep(folder)

@@ -40,7 +40,7 @@ def write_counters(folder: Path, name: str, updates: int) -> None:
 
 
 def read_updates(folder: Path) -> int:
-    """The number of optimizer updates before a sound checkpoint was written."""
+    """Number of optimizer updates up to a checkpoint, which must not be damaged."""
     return int(json.loads((folder / COUNTERS).read_text(encoding="utf-8"))["updates"])
 
 
@@ -81,7 +81,7 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
                     raise ValueError("not a JSON object")
             else:
                 steps = _check_values(path)
-        # No digest covers the number of updates.
+        # Compare the number of updates with the optimizer's, because no digest covers it.
         if OPTIMIZER in files and steps != ({counters["updates"]} if counters["updates"] else set()):
             raise ValueError(f"is of update {max(steps, default=0)}, but {COUNTERS} is of update {counters['updates']}")
     except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
@@ -99,7 +99,7 @@ def _counters(path: Path) -> dict[str, Any]:
     # A checkpoint may be copied to a folder of any name except another step's.
     step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
-        raise ValueError(f"belongs to checkpoint {str(written)[:50]!r}")
+        raise ValueError(f"the file belongs to checkpoint {str(written)[:50]!r}")
     return counters
 
 

@@ -76,7 +76,7 @@ def read_part(path: Path) -> pa.Table:
     data = memoryview(path.read_bytes())
     rows, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
     if zlib.crc32(rows) != int.from_bytes(checksum, "little"):
-        raise ValueError("its checksum is wrong")
+        raise ValueError("the file's checksum is wrong")
     with pa.ipc.open_stream(pa.py_buffer(rows)) as stream:
         return stream.read_all()
 
@@ -94,7 +94,7 @@ _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("verdicts", "verdict"): Verdict,
     ("citations", "verdict"): Verdict,
 }
-"""Columns that hold an enumeration."""
+"""(table, column) -> the enumeration whose values the column holds."""
 
 
 def read_text(path: Path) -> str:
@@ -160,12 +160,12 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 found = file.read([name for name in schema.names if name in file.schema_arrow.names])
         if absent := [column for column in schema.names if column not in found.column_names]:
-            raise DamagedRun(f"it has no column {absent[0]!r}")
+            raise DamagedRun(f"the file has no column {absent[0]!r}")
         found = found.select(schema.names)
         for field in schema:
             if found.schema.field(field.name).type != field.type:
                 kind = found.schema.field(field.name).type
-                raise DamagedRun(f"its column {field.name!r} is {kind}, expected {field.type}")
+                raise DamagedRun(f"column {field.name!r} is {kind}, expected {field.type}")
         found = found.cast(schema)
         found.validate(full=True)
     except (OSError, pa.ArrowException, DamagedRun, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
@@ -177,11 +177,11 @@ def _check_rows(table: pa.Table, name: str) -> None:
     for column in table.column_names:
         values = table.column(column)
         if column in REQUIRED[name] and values.null_count:
-            raise DamagedRun(f"its column {column!r} has nulls")
+            raise DamagedRun(f"column {column!r} has nulls")
         if (kind := _VALUES.get((name, column))) is not None:
             known = {each.value for each in kind}
             if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
-                raise DamagedRun(f"its column {column!r} contains the unknown value {unknown[0]!r}")
+                raise DamagedRun(f"column {column!r} contains the unknown value {unknown[0]!r}")
 
 
 def check_regular(path: Path) -> None:
@@ -189,7 +189,7 @@ def check_regular(path: Path) -> None:
     if not path.exists():
         raise OSError("it is missing")
     if not path.is_file():
-        raise OSError("it is not a regular file")
+        raise OSError("not a regular file")
 
 
 def _is_number(value: object) -> bool:
@@ -280,7 +280,7 @@ class RunDirectory:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether this user wrote its configuration."""
+        """Whether this user wrote the run's configuration."""
         try:
             return config_signature.is_ours(self.path, self.config_text())
         except DamagedRun:
@@ -348,7 +348,7 @@ class RunDirectory:
 
     @cached_property
     def _config(self) -> DracoConfig:
-        self.config_text()  # Refuses an edited file.
+        self.config_text()  # Raises DamagedRun if the file was edited.
         path = self.path / "config.yaml"
         try:
             return load_config(str(path), trust=True)
@@ -381,7 +381,7 @@ class RunDirectory:
             if not isinstance(line, dict):
                 raise ValueError(f"expected an object, found {type(line).__name__}")
             if type(line.get("step")) is not int or line["step"] < 0:
-                raise ValueError("expected a step number in step")
+                raise ValueError("step: expected a step number")
             for name, value in line.items():
                 if name not in STRUCTURED_METRICS and not _is_number(value):
                     raise ValueError(f"{name}: expected a number")
@@ -444,7 +444,7 @@ class RunDirectory:
     def _parts(self, table: str, pattern: str) -> list[Path]:
         found: list[Path] = []
         for folder in (self.tables / table).glob(f"{pattern}/"):
-            # Removed if its step has just been merged.
+            # The folder is removed once its step has been merged.
             with contextlib.suppress(FileNotFoundError):
                 found += folder.glob(f"*{_part_suffix(table)}")
         return sorted(found)

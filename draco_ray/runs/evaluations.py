@@ -46,7 +46,7 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
 
 
 DRAWS = 2_000
-"""Bootstrap samples."""
+"""Number of bootstrap samples per interval."""
 LEVEL = 0.95
 """Confidence level of intervals."""
 
@@ -112,7 +112,7 @@ def read_judged(run: RunDirectory) -> dict[tuple[int, str], list[JudgedRollout]]
 
 
 def _by_policy(run: RunDirectory, table: str, kind: type[RecordT]) -> dict[tuple[int, str], list[RecordT]]:
-    """The rows of a table as records; a null is the field's default.
+    """(training step, split) -> the table's rows as records; a null becomes the field's default.
 
     Raises:
         DamagedRun: the table cannot be read, or a field has a value that it cannot have.

@@ -22,7 +22,7 @@ from draco_ray.runs.directory import STEP, RunDirectory, damaged, read_text, wri
 
 FILE = "manifest.json"
 TEXTS = ("config.yaml", "run.json", "tasks.json", "task_prompts.json")
-"""Files that a resumed run rewrites before its store starts."""
+"""Files that a resumed run rewrites before its run store starts; each update computes their digests anew."""
 PACKAGES = ("draco-ray", "torch", "numpy", "transformers", "peft", "vllm")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
 """Flags of /proc/cpuinfo on which PyTorch's choice of kernels depends."""
@@ -69,7 +69,7 @@ class Manifest:
 
 
 def read_manifest(run: RunDirectory) -> dict[str, Any]:
-    """``files``: digest by path; ``metrics``: digest of a metrics line by step; ``machine``.
+    """The manifest's ``files`` (digest by path), ``metrics`` (digest of a metrics line by step) and ``machine``.
 
     Raises:
         DamagedRun: the manifest is missing, or its format is wrong.

@@ -68,7 +68,7 @@ def _row(table: str, training_step: int, record: object, /, **given: Any) -> Row
 
 
 def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
-    """The one row of ``trajectories``."""
+    """The trajectory's one row of the table ``trajectories``."""
     return [
         _row(
             "trajectories",
@@ -163,7 +163,7 @@ def advantage_rows(
 
 
 def recover_paid_call(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
-    """``call``; or, for a cached reply, the call that paid for it if a kill prevented that call's recording.
+    """Replace a cached call by the call that paid for its reply, if a killed process left that one unrecorded.
 
     Args:
         booked: ids of recorded calls; the result's id is added.
@@ -269,7 +269,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
 
 
 def _turn(row: Row) -> Turn:
-    # Read this from the row: in runs recorded by an earlier version, under another rule, a message may be a gap.
+    # Derive ``message`` from the row: in runs of an earlier version, which had another rule, a message may be a gap.
     return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 

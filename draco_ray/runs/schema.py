@@ -56,7 +56,7 @@ _COLUMNS = {
         training_step int32!, task_id string!, rollout int32!, success bool!, passed_tests int32, total_tests int32,
         failures string[], reward float64""",
 }
-"""Table -> its columns: name, type (``[]``: a list), and ``!`` if no value is null, which readers rely on."""
+"""Table -> its columns, each a name and a type. ``[]`` marks a list, ``!`` a column that is never null."""
 
 
 def _columns(table: str) -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ REQUIRED = {table: frozenset(name for name, kind in _columns(table) if kind.ends
 """Table -> columns that are never null."""
 
 for _name, _like in {
-    # Evaluated rollouts: ``rollout`` is the run, and training step 0 the untrained policy.
+    # Evaluated rollouts: ``rollout`` is the index of the run of the task, and training step 0 is the untrained policy.
     "evaluation_trajectories": "trajectories",
     "evaluation_steps": "steps",
     # Judge calls about held-out rollouts, which belong to no training step.

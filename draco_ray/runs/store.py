@@ -140,7 +140,7 @@ class PaidCalls:
     def __init__(self, store: RunStore, requests_name: str) -> None:
         """
         Args:
-            store: of the run.
+            store: the store of the run.
             requests_name: prefix of the request numbers of this run.
         """
         self._store = store
@@ -149,8 +149,8 @@ class PaidCalls:
     def rows(self, step: int, key: str, calls: Iterable[JudgeCall], table: str = "judge_calls") -> list[Row]:
         """Rows for the calls of a judge phase that is recorded under ``key`` of ``table``.
 
-        A cached reply that was paid for earlier in this step keeps its first row. After these rows come those of
-        other calls that an earlier process paid for.
+        If a cached reply was paid for earlier in this step, its earlier row is used instead of a new one. Rows of
+        other calls that an earlier process paid for follow at the end.
         """
         made = call_rows(step, [recover_paid_call(call, self._recorded, self._requests_name) for call in calls])
         earlier = part_rows(self._store.directory, table, step, key)
@@ -158,7 +158,7 @@ class PaidCalls:
             asked = (row["prompt"], row["reply"])
             first = next((each for each in earlier if asked == (each["prompt"], each["reply"])), None)
             if not row["requests"] and first is not None:
-                # Taken only once: votes may have equal prompts and replies, and each was paid for.
+                # Use each earlier row only once: votes may have equal prompts and replies, and each vote was paid for.
                 made[index] = first
                 earlier.remove(first)
         known = {row["call_id"] for row in made}

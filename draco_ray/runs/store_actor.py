@@ -41,7 +41,7 @@ ResultT = TypeVar("ResultT")
 def _remembered(
     write: Callable[Concatenate[RunStoreActor, GivenP], ResultT],
 ) -> Callable[Concatenate[RunStoreActor, GivenP], ResultT]:
-    """Raise an error of a write also at the next wait, as `StoreError`: most callers do not wait for their writes."""
+    """Let later `flush` calls raise an error of this write, too, as `StoreError`: most callers do not await writes."""
 
     @wraps(write)
     def writes(actor: RunStoreActor, *given: GivenP.args, **named: GivenP.kwargs) -> ResultT:
@@ -70,7 +70,7 @@ class RunStoreActor:
     def __init__(self, path: Path, requests_name: str = "", began_ns: int | None = None) -> None:
         """
         Args:
-            path: of the run.
+            path: the run directory.
             requests_name: prefix of the numbers of the judge requests that this run has paid for.
             began_ns: when the driver of the run started, Unix nanoseconds, for the manifest; None: no manifest is
                 written.
@@ -85,7 +85,7 @@ class RunStoreActor:
 
     @_remembered
     def trajectory(self, step: int, trajectory: Trajectory, *, evaluated: bool = False) -> None:
-        """Keep a finished rollout, or an evaluated one of the policy of ``step``."""
+        """Keep a finished training rollout, or (``evaluated``) a rollout that evaluates the policy of ``step``."""
         kind, key = "evaluation_" if evaluated else "", f"{trajectory.task_id}-{trajectory.rollout}"
         self._store.write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
         # Write this row last: it marks the rollout as complete.
@@ -149,7 +149,7 @@ class RunStoreActor:
 
         Args:
             step: training step of the policy.
-            split: of the task.
+            split: the split that contains the task.
             task: the task.
             run: index of the rollout of the task.
             rubric: the criteria.
@@ -197,7 +197,7 @@ class RunStoreActor:
         """Return once the files of every closed step are merged into one per table.
 
         Args:
-            step: a further closed step, which an earlier process may have closed.
+            step: also merge the steps up to this closed one; an earlier process may have closed it.
 
         Raises:
             StoreError: something could not be written.
@@ -209,9 +209,9 @@ class RunStoreActor:
 
     @_remembered
     def _gather(self, last: int | None) -> None:
-        """Merge the files of the steps up to ``last``; None: of closed steps that an earlier process has left.
+        """Merge the files of the steps up to ``last``; None: those that an earlier process closed but did not merge.
 
-        Measurements of a policy may be added long after its step, so their files are not merged.
+        Files of evaluations and held-out tasks are not merged: they may be added long after their step.
         """
         store = self._store
         if last is None:
@@ -232,7 +232,7 @@ class RunStoreActor:
         self._store.write_metrics(step, metrics)
 
     def recorded(self, step: int, policy_version: int) -> list[tuple[str, int]]:
-        """Task and rollout of the step's rollouts that an earlier process of this run recorded."""
+        """(task id, rollout) of each rollout of the step that an earlier process of this run recorded."""
         return recorded_rollouts(self._store.directory, step, policy_version)
 
     @_remembered

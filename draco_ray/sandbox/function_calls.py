@@ -20,7 +20,7 @@ from typing import Any
 
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
-# In Python this is a syntax error: code that only imitates calls has failed, and its output says so.
+# In Python ``<tool_call>`` is a syntax error: code that only imitates calls has failed, and its output says so.
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
 _ERROR = re.compile(r"error: (?:\w+: )?")

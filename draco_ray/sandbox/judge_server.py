@@ -91,7 +91,7 @@ class JudgeApp:
     """The HTTP protocol, the delays and the configured errors; the function in ``use`` does the judging."""
 
     def __init__(self, behaviour: JudgeServerOptions) -> None:
-        """Prepare the answers. Raises: ConfigError: ``use`` names no such function."""
+        """Load the function that judges. Raises: ConfigError: ``use`` names no function."""
         self._behaviour = behaviour
         self._answer = behaviour.noise.blur(find_component("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._requests = 0
@@ -159,7 +159,7 @@ class JudgeApp:
 
     async def _reply(self, number: int, asked: _Completion) -> tuple[Response, str | None]:
         clock = time.monotonic()
-        # A re-ask is about the first reply's form; the first user message is still the judge's prompt.
+        # A re-ask corrects the form of the first reply; the judge's prompt is still the first user message.
         prompt = next((message.text for message in asked.messages if message.role == "user"), "")
         phase, text = await asyncio.to_thread(self._answer, prompt)
         self._phases[phase or "other"] += 1
@@ -250,7 +250,7 @@ class JudgeServer:
 
     model = MODEL_NAME
     base_url: str
-    """The API base for clients, set once it has started; ends in ``/v1``."""
+    """The API base for clients, set once the server has started; ends in ``/v1``."""
     _process: subprocess.Popen[bytes]
 
     def __init__(self, *, port: int = 0, **behaviour: Any) -> None:
@@ -271,7 +271,7 @@ class JudgeServer:
         return self._process.pid
 
     def __enter__(self) -> JudgeServer:
-        """Start it and wait until it answers. Raises JudgeUnavailable if it does not, or the port is in use."""
+        """Start the server and wait until it answers. Raises JudgeUnavailable if it does not, or the port is in use."""
         with _bind(self._port) as listener:
             root = f"http://{HOST}:{listener.getsockname()[1]}"
             self.base_url = f"{root}/v1"
@@ -285,7 +285,7 @@ class JudgeServer:
                 ],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                # Ctrl-C must not reach it: the run still needs its judge while it finishes.
+                # Ctrl-C must not reach the server: the run still needs its judge while it finishes.
                 start_new_session=True,
             )
         try:
@@ -296,7 +296,7 @@ class JudgeServer:
             if not isinstance(error, httpx.TransportError):
                 raise
             raise JudgeUnavailable(
-                f"judge server: it did not answer within {START_SECONDS:g} s, or ended; see its output above"
+                f"judge server: no answer within {START_SECONDS:g} s, or the process ended; see its output above"
             ) from error
         return self
 
@@ -320,7 +320,7 @@ def _bind(port: int) -> socket.socket:
         listener.close()
         reason = "is in use" if error.errno == errno.EADDRINUSE else f"cannot be used: {error.strerror}"
         raise JudgeUnavailable(f"judge server: port {port} on {HOST} {reason}; choose another with --port") from None
-    # Until it listens, another server could bind the same port.
+    # Until the socket listens, another server could bind the same port.
     listener.listen(1024)
     return listener
 

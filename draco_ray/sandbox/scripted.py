@@ -61,7 +61,7 @@ def run_scripts(
 
 
 def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool) -> list[ScriptResult]:
-    """`run_scripts`, but a task that cannot be run is a result with an error."""
+    """Like `run_scripts`, but a task that cannot be run gives a result with an error."""
     distinct = list(dict.fromkeys(scripts))
     shares = [distinct[start::processes] for start in range(min(processes, len(distinct)))]
     with PrivateTempDir() as root, ThreadPoolExecutor(processes) as pool:

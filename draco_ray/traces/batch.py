@@ -2,9 +2,9 @@
 
 `BatchClient` differs from `draco_ray.judging.client.LiteLLMClient` only in how requests are sent: they are submitted as
 one batch when none has been added for `QUIET_SECONDS`, and each gets its reply when the batch has ended. Leases,
-budget, cost records and stored replies are the same. Requests are entered in the book when their batch is submitted,
-and submitted batches are recorded beside the replies, with the leases of their requests. So a process that continues
-after a kill waits for them, under the same leases, instead of paying again.
+budget, cost records and stored replies are the same. Requests are entered in the cost ledger when their batch is
+submitted, and submitted batches are recorded beside the replies, with the leases of their requests. So a process that
+continues after a kill waits for these batches, under the same leases, instead of paying again.
 
 OpenAI's API (and compatible servers) is called through OpenAI's client, Anthropic's over HTTP, with LiteLLM translating
 requests and replies.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 DISCOUNT = 0.5
-"""Share of the normal price that both providers charge for batches."""
+"""Share of the normal price that OpenAI and Anthropic charge for batches."""
 QUIET_SECONDS = 3.0
 POLL_SECONDS = 20.0
 MOST_REQUESTS = 20_000
@@ -50,7 +50,7 @@ MANY = 10_000
 """Maximum number of requests in flight."""
 
 ALL = ""
-"""Key of the result for every request of a batch without a result of its own."""
+"""Key of the result that applies to every request of a batch that has no result of its own."""
 
 Result = tuple[str, Any]
 """(``ok``, the provider's reply), or one of these with a message: ``refused`` (a retry would fail, too), ``busy`` (no
@@ -109,11 +109,11 @@ class BatchClient(LiteLLMClient):
         check_budget(self._config, self._config.model)
 
     async def _lease(self, call: Call) -> str:
-        """The lease of the running batch that contains the request, or a new one."""
+        """The lease that the request has in a running batch, or else a new lease."""
         return self._endpoint.lease_of(call) or await super()._lease(call)
 
     async def _begin(self, call: Call) -> None:
-        """Leave it to the endpoint, which enters a request in the book when its batch is submitted."""
+        """Tell the endpoint the lease: it enters the request in the cost ledger when its batch is submitted."""
         self._endpoint.leases[id(call.request)] = (call.number, call.asked.dollars)
 
     async def _send(self, call: Call, server: Server) -> Completion | NextAction:
@@ -142,11 +142,11 @@ class BatchEndpoint(Endpoint):
         self._batches = {} if config.cache is None else unsettled_batches(config.cache)
         """Running batches."""
         self._unsettled: dict[str, set[str]] = {}
-        """Leases of each ended batch that are not settled: until they are, its replies may have to be read again."""
+        """Ended batch -> its leases that are not settled: until all are, its replies may have to be read again."""
         self.leases: dict[int, tuple[str, float]] = {}
-        """Number of the lease of each request, by its `id`, and its maximum cost in dollars."""
+        """``id()`` of a request object -> number of the request's lease, and its maximum cost in dollars."""
         self._leases: dict[str, tuple[str, float]] = {}
-        """The same of the requests of the next batches."""
+        """Request id -> number of its lease, and maximum cost in dollars, for batches that are not submitted yet."""
         self._next: dict[str, dict[str, Any]] = {}
         """Requests of the batch that is submitted next, by id."""
         self._sending: asyncio.Task[dict[str, Result]] | None = None
@@ -182,14 +182,14 @@ class BatchEndpoint(Endpoint):
         return reply
 
     def lease_of(self, call: Call) -> str | None:
-        """Lease of the request of a call, if a running batch contains it."""
+        """Number of the lease of a call's request; None if no running batch contains the request."""
         if not self._batches:
             return None
         number, _ = self._numbered(call.request, call.asked.output_tokens)
         return next(filter(None, (members.get(number) for members in self._batches.values())), None)
 
     def settled(self, lease: str) -> None:
-        """Note that a lease was settled; a batch of which all were is forgotten."""
+        """Note that a lease was settled; a batch is forgotten once all of its leases are settled."""
         for batch, left in list(self._unsettled.items()):
             left.discard(lease)
             if not left:
@@ -226,7 +226,7 @@ class BatchEndpoint(Endpoint):
         return await self._results(batch)
 
     async def _quiet(self, bodies: Mapping[str, dict[str, Any]]) -> None:
-        """Wait until `quiet_seconds` have brought no new request."""
+        """Wait until no request has been added for `quiet_seconds`."""
         known = 0
         while known < len(bodies):
             known = len(bodies)
@@ -241,7 +241,7 @@ class BatchEndpoint(Endpoint):
             except Exception:  # A failed poll does not mean that the batch failed.
                 failures += 1
                 if failures >= self._config.max_attempts:
-                    # Its requests will be settled as failed, so whoever waits for it again needs new leases.
+                    # The batch's requests will be settled as failed, so waiting for it again needs new leases.
                     self._batches[batch] = dict.fromkeys(self._batches[batch], "")
                     self._write(read_batches(self._file) | {batch: self._batches[batch]})
                     raise
@@ -251,7 +251,7 @@ class BatchEndpoint(Endpoint):
             await asyncio.sleep(self.poll_seconds)
 
     def _write(self, batches: dict[str, dict[str, str]]) -> None:
-        """Replace the file's batches; they are those of all judges of a panel."""
+        """Replace the batches in the file, which holds those of all judges of a panel."""
         if self._file is None:
             return
         temporary = Path(f"{self._file}.tmp")
@@ -263,7 +263,7 @@ class BatchEndpoint(Endpoint):
 def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
     """Recorded batches: id -> id of a request -> number of its lease.
 
-    Empty if that is settled, because the batch could not be asked about, and in files of earlier versions.
+    The number is empty if the lease was settled since the batch could not be polled, and in files of earlier versions.
     """
     if file is None or not file.is_file():
         return {}
@@ -272,7 +272,7 @@ def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
 
 
 def unsettled_batches(folder: Path) -> dict[str, dict[str, str]]:
-    """Recorded batches beside the replies in a folder, with the requests whose cost is not known yet."""
+    """The batches that are recorded in a folder of replies, with their requests whose cost is not known yet."""
     waiting = read_cost_ledger(folder).under_way
     return {
         batch: {number: lease for number, lease in members.items() if not lease or lease in waiting}
@@ -367,9 +367,9 @@ class OpenAIBatches:
                 for entry in _json_lines((await client.files.content(file)).content):
                     found[entry["custom_id"]] = self._result(entry)
         if state.status == "failed":
-            # No request was sent to the model.
+            # The provider refused the whole batch: no request was sent to the model.
             reasons = (state.errors and state.errors.data) or []
-            # Other batches have to end first.
+            # At this limit on the tokens of running batches, other batches have to end first.
             kind = "busy" if any(each.code == "token_limit_exceeded" for each in reasons) else "refused"
             found[ALL] = kind, f"failed: {'; '.join(str(each.message) for each in reasons)[:300]}"
         return found

@@ -42,9 +42,9 @@ class CallThread:
 
     entries: list[Entry] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    """Indices into the list of calls."""
+    """Indices of the calls in the list given to `split_threads`."""
     side_call: bool = False
-    """Whether its first call asks about another conversation's answer."""
+    """Whether the first of these calls asks about another conversation's answer."""
 
 
 def split_threads(calls: Sequence[ModelCall]) -> list[CallThread]:

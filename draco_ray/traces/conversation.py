@@ -25,7 +25,7 @@ from draco_ray.traces.entry import (
 from draco_ray.traces.model import escape_surrogates
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
-"""How code agents mark code to run, unless a mapping says otherwise."""
+"""Pattern of the code to run in a turn of a code agent, unless a mapping gives another pattern."""
 NO_TASK = "(the trace does not say what was asked of the agent)"
 
 
@@ -135,7 +135,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
 
 def _matches(result: Entry) -> Iterator[tuple[Callable[[ToolCall], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
     """Ways to find the call of a result, best first, each with the order in which to search the turns: by id, by name,
-    or the earliest open call of the latest turn that has one. If both have an id, only the id counts."""
+    or the earliest open call of the latest turn that has one. If result and call have ids, only these count."""
 
     def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:
         return reversed(turns)

@@ -41,7 +41,7 @@ class PhaseEstimate:
     input_tokens: int = 0
     output_tokens: int = 0
     dollars: float | None = None
-    """None if no price is known."""
+    """Estimated cost in dollars; None if no price is known."""
     largest: float = 0.0
     """Maximum cost of one call in dollars, at one token per character and with the longest reply."""
 

@@ -12,9 +12,9 @@ from typing import Any
 from draco_ray.traces.model import Trace, escape_surrogates
 
 MIN_PROSE = 40
-"""Minimum length of prose that counts as evidence, in characters."""
+"""Minimum length of text that counts as prose, in characters."""
 COMPARED = 60
-"""Characters of a text that are searched for in the traces."""
+"""Number of leading characters of a text that are searched for in the traces."""
 _NAMES = ("name", "tool", "toolName", "tool_name", "function_name", "function")
 _ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_input")
 MAX_REPORTED = 3
@@ -57,7 +57,7 @@ def track_fields(value: Any) -> Any:
 
 
 def unused_fields(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -> tuple[str, ...]:
-    """Paths of fields with evidence that no reader looked up and no trace shows; at most `MAX_REPORTED`.
+    """Paths of fields with prose or tool calls that no reader looked up and no trace shows; at most `MAX_REPORTED`.
 
     Args:
         record: a `track_fields` record, after it was read.

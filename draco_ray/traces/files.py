@@ -53,10 +53,10 @@ class RecordOrError:
 def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> list[Path]:
     """The files and run directories of the paths, sorted by name.
 
-    ``other`` counts files in folders that are not read, by suffix.
+    ``other`` counts, by suffix, the files in folders that are not read.
 
     Raises:
-        TraceError: a path does not exist.
+        TraceError: a path does not exist, or is neither a file nor a folder.
     """
     found: list[Path] = []
     for path in paths:
@@ -70,7 +70,7 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
 
 
 def is_run(path: Path) -> bool:
-    """Whether the path is a draco-ray run directory; False if it may not be looked into."""
+    """Whether the path is a draco-ray run directory; False if access is denied."""
     try:
         return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
     except PermissionError:
@@ -164,9 +164,9 @@ class _Bounded:
     def _checked(self, content: bytes, limit: int, what: str) -> bytes:
         self._read += len(content)
         if self._read > self._limit:
-            raise BadTrace(f"is more than {MAX_RATIO} times larger when decompressed; decompress it first")
+            raise BadTrace(f"the file is more than {MAX_RATIO} times larger when decompressed; decompress it first")
         if len(content) > limit:
-            raise BadTrace(f"is too long: {what} may have at most {limit >> 20} MiB; convert the file to JSON Lines")
+            raise BadTrace(f"the file has {what} of more than {limit >> 20} MiB; convert the file to JSON Lines")
         return content
 
 
@@ -272,7 +272,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Record
 def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[RecordOrError]:
     """The readable values of a document that is not valid JSON, followed by the problem if something is unreadable.
 
-    These are concatenated values, or the values of a truncated list.
+    Such a document has concatenated values, or is a truncated list.
     """
     from draco_ray.traces.model_request import is_messages
 
@@ -309,7 +309,7 @@ def _several(document: Any, where: str) -> Iterator[RecordOrError]:
     known = detect_format(document) is not None
     several = isinstance(document, dict) and len(document) > 1 and document.keys().isdisjoint(HISTORIES)
     if several and all(map(is_messages, document.values())):
-        # Conversations by name.
+        # An object with a conversation under each name.
         document, known = list(document.values()), False
     if isinstance(document, dict) and not known:
         # An HTTP archive of a proxy or browser has its entries in a log.

@@ -39,7 +39,7 @@ class ReadOptions:
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
     """(location, error): called for an unreadable record of a session; the other records are still read."""
     may_be_silent: bool = False
-    """Whether all turns of an agent may be empty. In a file this means that the turns were not understood."""
+    """Whether all turns of an agent may be empty. In files, such turns mean that the reader did not understand them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Format:
     read: Callable[[Any, ReadOptions], Iterator[Trace]]
     """The traces of a record, or of all records of a session as a list.
 
-    BadTrace: the record does not fit the format."""
+    Raises BadTrace if the record does not fit the format."""
     session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
     """(record, file) -> name of the record's session, or several names that each identify the session; None: the record
     is read by itself."""
@@ -121,7 +121,7 @@ def record_task_id(record: object, reading: ReadOptions, own: str = "") -> str:
     """The task id of a record; empty if the prompt identifies the task.
 
     Raises:
-        NoTask: there is no text or number at ``reading.group_by``.
+        MissingTaskId: there is no text or number at ``reading.group_by``.
     """
     if reading.group_by is None:
         return own or first_identifier(record, TASK_IDS)

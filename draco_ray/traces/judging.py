@@ -45,9 +45,9 @@ MOST_IN_UNION = 16
 UNKNOWN_TOKEN = -1
 """Placeholder token id, as only the number of tokens is known."""
 MOST_TOOLS = 40
-"""Maximum number of tool names in the facts."""
+"""Maximum number of tool names in the facts about the agents' environment."""
 _TOOL = r"[A-Za-z_][\w.:-]{0,79}"
-"""A tool's name that is shown in the facts."""
+"""Regular expression of the tool names that these facts may show."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -59,12 +59,12 @@ ALONE = {
     "skip_useless_credit_calls": False,
     "skip_inert_credit_calls": False,
 }
-"""Settings for a single trace."""
+"""Settings of ``algorithm`` for a group of one trace."""
 
 Ask = Callable[..., Awaitable[Judgement]]
 """Asks the judge, in this process or on a cluster, with the arguments of `draco_ray.judging.pool.JudgePool.ask`."""
 JudgeOf = Callable[[Sequence[Trace]], Ask]
-"""Traces -> the `Ask` for them, whose prompts describe their environment."""
+"""Traces -> the `Ask` whose prompts describe the environment of these traces."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,10 +87,10 @@ class GroupJudgement:
     """(phase, rollout) -> result; rollout None for phases of the whole group."""
     advantages: GroupAdvantages | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
-    """The group's row in ``groups``."""
+    """The group's row in the table ``groups``."""
 
     def trajectory(self, step: int, trajectory: Trajectory) -> None:
-        """Do nothing: `trajectories` has them already."""
+        """Do nothing: `trajectories` already contains it."""
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the result of a phase."""

@@ -204,9 +204,9 @@ class JudgingRun:
 def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> None:
     path = directory.path
     if not (path / INDEX).is_file() and directory.steps():
-        raise ConfigError(f"--out {path}: this is a run directory of another kind; choose a new folder")
+        raise ConfigError(f"--out {path}: this is not a run directory of judged traces; choose a new folder")
     if not _begun(path):
-        return  # E.g. the earlier command could not reach its judge.
+        return  # Nothing was judged there, e.g. because the judge could not be reached.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
         raise ConfigError(f"--out {path}: contains judgements of other traces or groups; choose a new folder")
     if (changed := _changed(load_config(str(path)), config)) is not None:
@@ -217,7 +217,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     pinned, groups = config.algorithm.static_rubric, sorted((path / JUDGED).glob("*.json"))
     if config.algorithm.rubric != "static" or pinned is None or not groups:
         return
-    # The file may have been edited since.
+    # The rubric file may have been edited since.
     if GROUP.validate_json(groups[0].read_bytes()).rubric != load_static_rubric(pinned):
         raise ConfigError(
             f"--out {path}: the earlier judgement there used other criteria than {pinned} has now; choose a new folder"

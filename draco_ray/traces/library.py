@@ -198,7 +198,7 @@ class MeteredJudge:
         self.limiter = Limiter(JudgeLimits())
         """Set by `open_judge`; its ``spent``, unlike ``dollars``, includes start-up checks and unanswered requests."""
         self.checked = False
-        """Whether the judges have answered, so that a later outage is waited for."""
+        """Whether the judges have answered once; later calls do not check them again, but wait for an outage to end."""
         self.waits_for = ""
         """Description of servers that are still loading."""
         self.begun: dict[int, float] = {}
@@ -276,11 +276,12 @@ class _Function:
 
 
 def open_judge(settled: Plan, *, final: bool = True) -> MeteredJudge:
-    """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
+    """Open the judge model over LiteLLM, with its limits and budget, of which earlier processes may have spent a part.
 
     Args:
         settled: the plan.
-        final: as in `LimiterQueue`; False if it is opened once for several calls of `judge`: a refusal ends only one.
+        final: whether the first request that the budget refuses ends all work, as in `LimiterQueue`; False if several
+            calls of `judge` share the judge, so that a refusal ends only one of them.
 
     Raises:
         StoreError: replies cannot be stored.
@@ -292,7 +293,7 @@ def open_judge(settled: Plan, *, final: bool = True) -> MeteredJudge:
         who=f"judge {judge.model} at {endpoint_address(judge)}",
     )
     book = CostLedger(settled={}, under_way={}) if judge.cache is None else read_cost_ledger(judge.cache)
-    # Unanswered requests of ended processes may have been billed; those in batches are settled when these have ended.
+    # Unanswered requests of ended processes may have been billed; those in batches are settled when their batch ends.
     limiter = Limiter(judge.limits, spent=book.dollars, booked=book.under_way, outage=outage)
     cache = None if judge.cache is None else ReplyCache(judge.cache)
     line = LimiterQueue(limiter, final=final)

@@ -42,7 +42,7 @@ NO_GROUPS = "none"
 
 
 Place = tuple[int, int]
-"""(offset in the spool, length)."""
+"""Position of a text in the spool: (offset, length), in bytes."""
 
 
 def format_names() -> list[str]:
@@ -54,7 +54,7 @@ class Groups(list[TraceGroup]):
     """The groups of `load_traces`, with the problems found while reading."""
 
     problems: Sequence[str] = ()
-    """One line each: file and line, what is wrong, what was expected."""
+    """One line per problem: file and line, what is wrong, what was expected."""
     warnings: Sequence[str] = ()
     """One line per format whose records contain text or calls that were not read."""
 
@@ -93,7 +93,7 @@ class _Session:
     format: Format
     where: str
     places: list[tuple[Place, str]] = field(default_factory=list)
-    """Its records: place in the spool, and source location."""
+    """The records of the session: place in the spool, and source location."""
 
 
 @dataclass(slots=True)
@@ -111,7 +111,7 @@ class _Loader:
     tasks: dict[str, list[str]] = field(default_factory=dict)
     """Task id -> digests of the tasks with that id."""
     lost: dict[str, Counter[str]] = field(default_factory=dict)
-    """Format -> unread fields with evidence, and the number of records that have them."""
+    """Format -> unread field with prose or tool calls -> number of records that have it."""
 
     def read(self, several: Iterable[RecordOrError]) -> None:
         """Read the records of a file, or those in memory."""
@@ -125,7 +125,7 @@ class _Loader:
             if latest is not None:
                 self._record(found, latest)
             elif not refused:
-                # Report this once.
+                # Report an unknown format once per file.
                 refused = True
                 self.problem(
                     found.where,
@@ -162,7 +162,6 @@ class _Loader:
         """Add the traces of a record, or of a session's records from ``wheres``, and note their unread fields."""
         record = track_fields(found.record) if format_.metered else found.record
         traces = []
-        # Add traces one by one, so that a bad trace does not lose earlier traces of the same document.
         reading = replace(
             self.reading,
             format=format_.name,
@@ -170,10 +169,11 @@ class _Loader:
             wheres=wheres,
             unreadable=lambda where, problem: self.unreadable(where, problem, format_),
         )
+        # Add traces one by one, so that a bad trace does not lose earlier traces of the same document.
         for trace in format_.read(record, reading):
             silent = reading.may_be_silent and not any(turn.text for turn in trace.turns if turn.role == AGENT)
             if silent and format_.metered and (lost := unused_fields(record, [trace], format_.repeated)):
-                raise BadTrace(f"all turns of the agent are empty, and its {lost[0]} was not understood")
+                raise BadTrace(f"all turns of the agent are empty, and the field {lost[0]} was not understood")
             self.add(trace)
             traces.append(trace)
         if format_.metered:
@@ -211,7 +211,7 @@ class _Loader:
         self.sessions = {}
 
     def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
-        """Record an error that a reader raised as a problem."""
+        """Add an error that a reader raised to the problems."""
         said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
         self.problem(where, said if isinstance(problem, MissingTaskId) else f"{said}; expected {format_.shape}")
 
@@ -351,7 +351,7 @@ def record_index(trace: Trace) -> int:
 def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
     """`load_traces` for records in memory, in any known format.
 
-    A trainer's policy may end at once: an agent that said nothing is judged like any other.
+    An agent that said nothing is judged like any other, because a trainer's policy may end at once.
 
     Raises:
         TraceError: no record is a trace.
@@ -425,7 +425,7 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
 
 
 def _single(found: RecordOrError) -> Iterator[RecordOrError]:
-    """The traces of a record, each as its own record: a bad one does not affect the others."""
+    """Split a record into records of one trace each, so that a bad trace does not affect the others."""
     for name in ("samples", "simulations", "traces"):
         inner = found.record.get(name) if isinstance(found.record, dict) else None
         if isinstance(inner, list) and inner:

@@ -24,7 +24,7 @@ class FieldMapping(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     messages: str
-    """The conversation: messages of a known dialect, or with other field names, given by the keys below."""
+    """The conversation: its messages are in a known dialect, or have the field names that the keys below give."""
     records: str | None = None
     """Path to the records in a JSON document; by default the document is a record or a list of records."""
     task_id: str | None = None

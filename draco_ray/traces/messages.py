@@ -133,7 +133,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             first = reply[name][0]
             while isinstance(first, list) and first:
                 first = first[0]
-            # Its type is that of an answer, not of a message.
+            # Hide the `type`: it is that of an answer, not of a message.
             return reply_entries(_over({"type": None}, first) if isinstance(first, Mapping) else first, where)
     known = "role" in reply or reply.get("type") is not None or is_call(reply)
     if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
@@ -192,7 +192,7 @@ def is_message(value: object) -> bool:
     if "role" in value or ("author" in value and isinstance(value.get("content"), Mapping | None)):
         return True
     if isinstance(value.get("message"), Mapping):
-        # A choice; other objects with a message are events or answers.
+        # A choice of a response; other objects with a message are events or answers.
         return "finish_reason" in value or "index" in value
     message = unwrapped(value)
     if message is value.get("content"):
@@ -276,7 +276,7 @@ def _role(role: str, message: Fields) -> str:
 
 
 def _of_proxy(message: Any) -> Any:
-    """A message in a history of AutoGen's first versions, in which the agents have the role ``user``."""
+    """A message of AutoGen's first versions. An agent's has the role ``user`` and a name, and gets the agent's role."""
     named = isinstance(message, Mapping) and message.get("role") == "user" and message.get("name")
     return {**message, "role": AGENT} if named else message
 
@@ -309,7 +309,7 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
             yield Entry(role=AGENT, calls=tuple(_written(said)), item=True)
         return
     if role == "tool" and not _holds_results(content):
-        # LangChain's messages, which have no role, have ids of their own.
+        # Hide the id of a message without a role (LangChain): it is not the id of the call.
         named = message if message.get("role") is not None else _over({"id": None}, message)
         yield result_of(named, content=None if content is None else result_text(content).removeprefix("Observation:\n"))
         return
@@ -325,7 +325,7 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
         results = [piece for piece in pieces if piece.role == "tool"]
         text = "\n".join(piece.text for piece in pieces if piece.role != "tool" and piece.text)
         if role == "tool" and results:
-            # Media of a result are separate parts.
+            # Media of a result are separate parts: append their text to the result.
             results[-1] = replace(results[-1], text="\n".join(filter(None, [results[-1].text, text])))
             text = ""
         yield from results
@@ -333,14 +333,14 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
         if text or calls or not results:
             yield Entry(role=role, text=text, calls=tuple(calls))
         return
-    # Reasoning in the content is often repeated, too.
+    # Reasoning in the content is often repeated in another field, too.
     thought = [Entry(role="", text=t) for t in _thoughts(message) if not any(t in piece.text for piece in pieces)]
     refusal, aloud = text_of(message, "refusal"), text_of(object_of(message, "audio"), "transcript")
     if any(aloud in piece.text for piece in pieces):
         aloud = ""
     after = [Entry(role="", text=text) for text in (refusal and f"[refusal] {refusal}", aloud) if text]
     called = [Entry(role="", calls=(call,)) for call in calls]
-    # Gemini CLI, whose messages have no role, has results in their calls.
+    # Gemini CLI, whose messages have no role, stores the results in the calls.
     own: Any = message.get("toolCalls") if message.get("role") is None else ()
     answers = [result_of(each) for each in own or () if each.get("result")]
     given: Any = message.get("tool_results")
@@ -358,7 +358,7 @@ def _is_empty(content: object) -> bool:
 
 
 def _steps(content: object) -> Iterator[Entry]:
-    """The parts of a content. In a step that the AI SDK marks, parallel calls, each with its result, come first."""
+    """The parts of a content. In a step that the AI SDK marks, parallel calls come before their results."""
     steps: list[list[Any]] = [[]]
     for each in content if isinstance(content, list) else ():
         if isinstance(each, Mapping) and each.get("type") == "step-start":
@@ -428,7 +428,7 @@ def _written(text: str) -> Iterator[ToolCall]:
 
 
 def _invoked(invoked: Sequence[Mapping[str, Any]], content: object) -> list[Any]:
-    """The calls of a message of the AI SDK 4 as parts, in steps. Its text comes last, unless a call has no result."""
+    """The calls of an AI SDK 4 message as parts, in steps. Its own text comes last, unless a call has no result."""
     found: list[Any] = []
     for before, each in zip([{}, *invoked], invoked, strict=False):
         if not found or each.get("step") != before.get("step"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from draco_ray.records import EpisodeEnd, Message, Turn
 
 CHARACTERS_PER_TOKEN = 4
-"""Used to estimate the tokens of turns without a token count."""
+"""Characters per token, to estimate the tokens of turns without a token count."""
 MAX_ID_CHARACTERS = 200
 
 
@@ -54,7 +54,7 @@ class Trace:
         return bool(own) and all(turn.tokens for turn in own)
 
     def tokens(self, turn: Turn) -> int:
-        """Sampled tokens of a turn: counted if the trace counts all turns, else estimated; 0 for turns of others."""
+        """Sampled tokens of a turn: counted if the trace counts all turns, else estimated; 0 for other speakers."""
         if turn.role != "assistant":
             return 0
         if self.tokens_counted:
@@ -94,7 +94,7 @@ class TraceGroup:
 
     task_id: str
     summaries: tuple[TraceSummary, ...]
-    """One per trace, in the order of `traces`."""
+    """One summary per trace, in the order of `traces`."""
     read: Callable[[], Sequence[Trace]] = field(repr=False, compare=False)
 
     @property

@@ -48,7 +48,7 @@ def request_in(record: object, paths: Sequence[str] = REQUESTS) -> tuple[Mapping
     for path in paths:
         request = decode_if_json(path_value(record, path)) if path else record
         if isinstance(request, Mapping) and (name := history_name(request)) is not None:
-            # A prompt may be JSON itself.
+            # A prompt that is text may contain the messages as JSON.
             history = (
                 decode_if_json(request[name]) if _is_history(decode_if_json(request[name]), name) else request[name]
             )
@@ -96,7 +96,7 @@ def history_name(request: Mapping[str, Any]) -> str | None:
         return name or "messages"
     others = {name: value for name, value in fields.items() if _is_dialogue(value)}
     first: list[Any] = next(iter(others.values()), [])
-    # The same conversation may be there with and without its calls.
+    # Several fields may contain the same conversation, with and without its calls.
     whole = [name for name, value in others.items() if _contents(first) <= _contents(value)]
     return max(whole, key=lambda name: len(others[name]), default=None)
 

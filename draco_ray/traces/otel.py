@@ -126,7 +126,7 @@ def parse_spans(record: Any) -> list[Span]:
             without some of its spans would be misread.
     """
     if not (found := [_span(each) for each in _below(record)]):
-        raise BadTrace("it contains no spans")
+        raise BadTrace("the export contains no spans")
     if not all(span["trace"] or span["id"] or span["attributes"] for span in found):
         raise BadTrace("expected spans, found an object without ids and attributes")
     return found
@@ -201,7 +201,7 @@ def _span(span: object) -> Span:
     return {
         "trace": str(first_of(span, "traceId", "trace_id", "traceID") or path_value(span, "context.trace_id") or ""),
         "id": str(first_of(span, "spanId", "span_id", "spanID") or path_value(span, "context.span_id") or ""),
-        # Jaeger refers to the parent.
+        # Jaeger stores the parent's id in `references`.
         "parent": str(first_of(span, *parents) or path_value(span, "references.0.spanID") or ""),
         "name": str(first_of(span, "name", "operationName") or ""),
         "at": _time(first_of(span, *times)),
@@ -342,7 +342,7 @@ def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
     calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
-            f"none of its {len(of_trace)} spans contains messages (gen_ai.input.messages, gen_ai.output.messages); "
+            f"none of the {len(of_trace)} spans contains messages (gen_ai.input.messages, gen_ai.output.messages); "
             "enable the capture of message content in the program that records them"
         )
     by_id = {span["id"]: span for span in of_trace}
@@ -352,7 +352,8 @@ def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
     for span, call in calls:
         agent = _agent(span, by_id)
         if agent and _around(agent, by_id) == _around(main, by_id) and continues_conversation(said, call.inputs):
-            # A handoff: an agent beside the first continues its conversation. (A call of no agent may ask for a title.)
+            # A handoff: another agent, which the same span started, continues the conversation. (A call outside
+            # any agent may ask for a title.)
             agents.add(agent)
         if agent in agents:
             said = call.inputs + call.outputs
@@ -451,7 +452,7 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     outputs = outputs or _of_ai_sdk(attributes, of_agents)
     if not outputs:
         return None
-    # Not in INPUTS: with nested attributes, `ai.prompt` may hold `ai.prompt.messages` instead of a prompt.
+    # `ai.prompt` is not in INPUTS: with nested attributes, it may hold `ai.prompt.messages` instead of a prompt.
     inputs = _messages(attributes, (*INPUTS, "ai.prompt"), FLAT_INPUTS, "user", stated) or _earlier(span)
     system = _json(attributes.get("gen_ai.system_instructions"))
     if system:
@@ -500,7 +501,7 @@ def _messages(
         if isinstance(value, Mapping):
             value = [value]
         if isinstance(value, list) and value:
-            # LangChain's callbacks have a list of conversations, of which there is one.
+            # LangChain's callbacks record a list of conversations, with a single one in it.
             value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
             unwrapped = [object_of(each, "message") or each if isinstance(each, Mapping) else each for each in value]
             if stated and not any(isinstance(each, str) or is_message(each) for each in unwrapped):
@@ -520,7 +521,7 @@ def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str,
         calls = [call.get("tool_call", call) for _, call in _numbered(message.get("tool_calls"))]
         parts = [part.get("message_content", part) for _, part in _numbered(message.get("contents"))]
         role = message.get("role", "user")
-        # OpenLLMetry may have a prompt's text under the name of its role.
+        # OpenLLMetry may store a prompt's text in a field with the name of the role.
         content = message.get("content", parts or message.get(role))
         named, arguments = message.get("function_call_name"), message.get("function_call_arguments_json")
         called = {"name": named, "arguments": arguments}
@@ -560,10 +561,10 @@ def _choices(span: Span) -> list[Entry]:
 
 
 def _of_ai_sdk(attributes: Mapping[str, Any], of_agents: bool) -> list[Entry]:
-    # The span around a conversation's calls has the first prompt and the last answer.
+    # The span around all calls of a conversation has only `ai.prompt`, the first prompt, and the last answer.
     if "ai.prompt.messages" not in attributes and not (of_agents and "ai.prompt" in attributes):
         return []
-    # Version 3 has other names.
+    # Version 3 of the AI SDK has the names `ai.result.*`.
     said = {key: attributes.get(f"ai.response.{key}") or attributes.get(f"ai.result.{key}") for key in AI_SDK}
     message = {"content": said["text"] or said["object"], "tool_calls": _json(said["toolCalls"]) or ()}
     return entries([{**message, "role": AGENT, "reasoning": said["reasoning"]}]) if any(said.values()) else []

@@ -45,7 +45,7 @@ RESULTS = (
     *("functionResponse", "function_response", "tool-return", "retry-prompt", "_call_output"),
     *("functionResult", "function_result"),
 )
-"""Endings of the types of calls and of results."""
+"""`CALLS` and `RESULTS`: endings of the types of parts that are calls or results."""
 CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id")
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
@@ -56,11 +56,11 @@ TYPES = (
     *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
     *("reasoningContent", "reasoning_content", "cachePoint"),
 )
-"""Keys that are the type of a part without ``type``."""
+"""Keys of a part without ``type`` that stand for its type."""
 UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
 """Sets of fields that identify a result without a type."""
 FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
-"""Keys that are the type of a part without ``type`` and ``text``."""
+"""Keys of a part without ``type`` and ``text`` that stand for its type."""
 
 
 def parts(content: object) -> Iterator[Entry]:
@@ -72,14 +72,14 @@ def parts(content: object) -> Iterator[Entry]:
     if content is None:
         return
     if isinstance(content, bytes) or not isinstance(content, Mapping | Sequence):
-        raise BadTrace(f"expected its content as text or a list of parts, found {json_type_name(content)}")
+        raise BadTrace(f"expected the message's content as text or a list of parts, found {json_type_name(content)}")
     for each in [content] if isinstance(content, str | Mapping) else content:
         if isinstance(each, str):
             yield Entry(role="", text=result_text(each))
         elif isinstance(each, Mapping):
             yield from part(each)
         else:
-            raise BadTrace(f"expected text or an object as a part of its content, found {json_type_name(each)}")
+            raise BadTrace(f"expected text or an object as a part of the content, found {json_type_name(each)}")
 
 
 def part(each: Mapping[str, Any]) -> list[Entry]:
@@ -176,7 +176,7 @@ def provider_tool_entries(name: str, item: Mapping[str, Any], outcomes: Sequence
 
 
 def call_of(fields: Mapping[str, Any], name: str = "") -> ToolCall:
-    """The call of a tool in any form; ``name`` is used if it has none."""
+    """The call of a tool in any form; ``name`` is used if the call has none."""
     return ToolCall(
         name=text_of(fields, "name", "toolName", "tool_name", "function_name") or name,
         arguments=first_of(
@@ -187,7 +187,7 @@ def call_of(fields: Mapping[str, Any], name: str = "") -> ToolCall:
 
 
 def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None) -> Entry:
-    """The result of a tool in any form, marked if the tool failed; ``content`` is used if it is given."""
+    """The result of a tool in any form, marked if the tool failed; ``content`` replaces the one in ``fields``."""
     names = ("content", "response", "result", "output", "tool_return", "result_value", type_)
     said = first_of(fields, *names) if content is None else content
     if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUTS:

@@ -89,7 +89,7 @@ async def test_what_is_wrong_with_a_task_is_said_in_one_line(tmp_path: Path) -> 
     assert "the set-up command ended with exit code 3; its last output: no" in await said(
         EnvironmentCrashed, setup="echo no; exit 3"
     )
-    assert "landlock: it cannot limit" in await said(IsolationUnavailable, isolation="landlock")
+    assert "landlock: this level cannot limit" in await said(IsolationUnavailable, isolation="landlock")
     assert "command_secnds" in await said(ConfigError, command_secnds=3)
 
 

@@ -83,7 +83,7 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
         ),
         (
             {"citations": [[1, 2], None]},
-            "rollout 0: citations are [1, 2], expected steps by criterion, or attributions",
+            "rollout 0: citations are [1, 2], expected a mapping from criterion to steps, or attributions",
         ),
         ({"citations": [[cited(0, verdict=7)], None]}, "rollout 0: 7 is not a valid Verdict"),
         ({"tokens": [[20, 10], [10, 10.5]]}, "rollout 1: tokens are [10, 10.5], expected a whole number per step"),

@@ -208,7 +208,7 @@ def test_a_baseline_by_criteria_of_other_texts_is_refused(tmp_path: Path, capsys
         with pytest.raises(SystemExit) as stopped:
             main([*words, "--out", str(out), "--baseline", str(baseline)])
         assert stopped.value.code == stopped_with
-    assert "was judged by criteria of the same titles with other texts" in capsys.readouterr().err
+    assert "were judged by criteria that have the same titles but other texts" in capsys.readouterr().err
     assert not out.exists()
 
 
@@ -221,7 +221,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         baseline_difference(good, [line("b", "PASS", "PASS")])
     with pytest.raises(ConfigError, match="none with a pass share"):
         baseline_difference(good, [line("a", "NOT_APPLICABLE", "NOT_APPLICABLE")])
-    with pytest.raises(ConfigError, match="none of its traces was judged"):
+    with pytest.raises(ConfigError, match="no trace of the baseline was judged"):
         baseline_difference(good, [{**good[0], "pass_share": None, "verdicts": []}])
     with pytest.raises(ConfigError, match="cannot be read"):
         read_lines(tmp_path / "nowhere.jsonl")

@@ -232,7 +232,7 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
         HeldOutJudgeConfig()
     same: dict[str, Any] = {"model": "openai/m", "held_out": {"model": "openai/m"}}
     with pytest.raises(
-        ValidationError, match="judge.held_out: openai/m is the judge itself, so it would get its replies"
+        ValidationError, match="judge.held_out: openai/m is the judge itself, so both would get the same replies"
     ):
         JudgeConfig.model_validate(same)
     for other in ({"api_base": "http://other/v1"}, {"self_judge": {"enabled": True}}, {"rule_judge": {"start": True}}):

@@ -134,7 +134,7 @@ def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -
             a_label(title=long, judge=-1),
             [path, other],
             f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1; in {path}, line 1 it is +1 "
-            f"on {long[:80]!r}; these labels are of different runs, expected labels of one",
+            f"on {long[:80]!r}; these labels are of different runs, expected labels of one run",
         ),
         (
             a_label(),

@@ -389,9 +389,9 @@ def test_what_cannot_be_gathered_is_said_by_the_next_call_that_is_waited_for(tmp
     (part,) = run.parts("trajectories", 1)
     part.write_bytes(part.read_bytes()[:-1])
     actor.finish_step(1, {"step": 1})
-    with pytest.raises(StoreError, match=r"arrow: damaged: its checksum is wrong; restore this file"):
+    with pytest.raises(StoreError, match=r"arrow: damaged: the file's checksum is wrong; restore this file"):
         actor.settle()
-    with pytest.raises(StoreError, match="its checksum is wrong"):
+    with pytest.raises(StoreError, match="the file's checksum is wrong"):
         actor.finish_step(2, {"step": 2})
     assert part.exists()
 
@@ -473,7 +473,7 @@ def test_a_changed_byte_of_a_part_is_found(store: RunStore) -> None:
 def test_a_part_with_a_right_checksum_is_still_checked(store: RunStore) -> None:
     path = store.directory.part("steps", 1, "a")
     write_part(path, pa.table({"training_step": ["x"]}))
-    with pytest.raises(DamagedRun, match="it has no column"):
+    with pytest.raises(DamagedRun, match="the file has no column"):
         store.directory.table("steps")
     no_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 3], dtype=np.int32)), pa.py_buffer(b"\xff" * 3))
     whole = pa.Table.from_pylist(rows.step_rows(1, a_trajectory())[:1], schema=TABLES["steps"])

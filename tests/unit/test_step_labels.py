@@ -210,7 +210,7 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         ({"judges": {"a": made_up()["judges"]["guess"][:47]}}, "every trajectory, found 47 trajectories for 48"),
         (
             {"judges": {"last step": made_up()["judges"]["guess"]}},
-            "judge 'last step': the table has a row of this name",
+            "judge 'last step': this name is reserved for a row of the table",
         ),
         ({"judges": {"a": [[2]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
         ({"judges": {"a": [[False]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),

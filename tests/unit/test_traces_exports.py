@@ -612,7 +612,7 @@ def test_logs_of_api_calls_hold_a_conversation(name: str, tmp_path: Path) -> Non
         ({"observations": 7}, "unknown format"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [7]}]}]}, "expected a span as an object, found a number"),
         ({"resourceSpans": [7]}, "expected spans, found a number"),
-        ({"resourceSpans": [{"resource": {}}]}, ": it contains no spans; expected OTLP"),
+        ({"resourceSpans": [{"resource": {}}]}, ": the export contains no spans; expected OTLP"),
     ],
 )
 def test_what_only_looks_like_an_export_is_said(record: Json, said: str, tmp_path: Path) -> None:

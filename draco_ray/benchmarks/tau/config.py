@@ -35,7 +35,7 @@ class TauModelConfig(ConfigSection):
     """Endpoint; null: the provider's own. For agent and user simulator, only with openai/ and hosted_vllm/ models."""
     api_key_env: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
-    hosted_vllm/ it must have LiteLLM's name."""
+    hosted_vllm/ it must be the name that LiteLLM reads."""
     temperature: float | None = Field(0.0, ge=0)
     """Temperature of sampling; null: not sent."""
 
@@ -48,7 +48,7 @@ class TauEmbedderConfig(ConfigSection):
     api_base: NonEmptyStr = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
     """Endpoint of the embedding model."""
     api_key_env: NonEmptyStr = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
-    """Environment variable with its key."""
+    """Environment variable with the API key of this endpoint."""
 
 
 class TauServerConfig(ConfigSection):
@@ -59,7 +59,8 @@ class TauServerConfig(ConfigSection):
     max_model_len: int = Field(131072, ge=1024)
     """Maximum tokens of prompt and reply (appendix "Serving configuration")."""
     native_context: int | None = Field(None, ge=1024)
-    """Tokens the model was trained for; YaRN extends it to max_model_len. null reads a local model's config.json."""
+    """Context length, in tokens, that the model was trained for; YaRN extends it to max_model_len. null reads a local
+    model's config.json."""
     tool_call_parser: str | None = None
     """vLLM's tool parser; null: derived for Qwen models."""
     reasoning_parser: str | None = None
@@ -98,7 +99,7 @@ class TauBenchConfig(Tau2Config):
     user: TauModelConfig = TauModelConfig()
     """The user simulator."""
     judge: TauModelConfig = TauModelConfig()
-    """Judge of natural-language assertions, which decide one task."""
+    """Judge of natural-language assertions, which decide the result of one task."""
     embedder: TauEmbedderConfig = TauEmbedderConfig()
     server: TauServerConfig = TauServerConfig()
 

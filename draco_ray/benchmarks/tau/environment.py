@@ -48,7 +48,7 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 JOB = "tau2"
-"""Field of an open task: the job for `draco_ray.benchmarks.tau.play`, without keys."""
+"""Field of an open task that holds the job for `draco_ray.benchmarks.tau.play`, without API keys."""
 MAX_ID_LENGTH = 100
 _HOW_AGENTS_ACT = """\
 - The agent serves one customer in the support chat of a company: domain {domain} of τ-bench. The task's text is what \
@@ -75,7 +75,7 @@ class TauOptions(Tau2Config):
     judge: _Model = _Model()
     """The judge of tau2's natural-language assertions, called only if episodes are evaluated."""
     max_steps: int = Field(200, ge=1)
-    """tau2's own limit, which counts turns of both sides and of tools."""
+    """tau2's own limit on an episode; it counts the turns of agent, user simulator and tools."""
     seed: int = Field(300, ge=0, lt=2**32)
     """Seed of tau2's episodes, sent to the user simulator's model."""
 
@@ -88,7 +88,7 @@ class Domain:
     """Id -> task; ids are valid file names."""
     tau2_ids: Mapping[str, str]
     splits: Mapping[str, tuple[str, ...]]
-    """Ids of each split, in tau2's order."""
+    """Task ids of each split, in tau2's order."""
 
 
 @functools.cache

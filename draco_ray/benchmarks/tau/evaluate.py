@@ -86,7 +86,7 @@ def evaluate_tau(
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
 ) -> EvaluationDirectory:
-    """Evaluate every policy on the full split, with ``config.tau_bench.trials`` episodes per task.
+    """Evaluate every policy on ``tau_bench.tasks`` (null: the full split), ``tau_bench.trials`` episodes per task.
 
     If the directory contains part of the same evaluation, it is continued; tau2 then also retries episodes that ended
     in an infrastructure error.
@@ -236,7 +236,7 @@ def tau2_env_vars(
     keys: Mapping[str, str],
     tmp: Path,
 ) -> dict[str, str]:
-    """Build the whole environment of tau2's process.
+    """Build all environment variables of tau2's process.
 
     Args:
         home: the checkout of tau2-bench.
@@ -352,7 +352,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
 
 @contextmanager
 def _shown(name: str, episodes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal; yields a function that takes the number of finished episodes."""
+    """Show a progress bar on a terminal; yields a function that takes the number of finished episodes."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
     console = PlainConsole(stderr=True, soft_wrap=False)
     quiet = not console.is_terminal or console.is_dumb_terminal

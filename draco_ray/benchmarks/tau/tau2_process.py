@@ -194,7 +194,7 @@ def litellm_variables(name: str, config: TauModelConfig, model: str, key: str) -
 
 
 def judge_job(config: TauModelConfig) -> dict[str, Any]:
-    """The judge of natural-language assertions in a job."""
+    """Build the job entry of the judge of natural-language assertions."""
     return {"model": config.model, "api_base": config.api_base, "args": sampling_arguments(config), "key": JUDGE_KEY}
 
 

@@ -79,7 +79,7 @@ def describe(domain: str) -> dict[str, Any]:
 def import_tau2_modules(*names: str) -> list[Any]:
     """Import modules of tau2; discards the environment variables that tau2 sets from a .env file on import.
 
-    Raises: Stopped: one cannot be imported.
+    Raises: RunnerExit: one cannot be imported.
     """
     before = dict(os.environ)
     try:
@@ -92,14 +92,14 @@ def import_tau2_modules(*names: str) -> list[Any]:
 
 
 def require_attribute(owner: Any, name: str) -> Any:
-    """An attribute of a module or a class of tau2. Raises: Stopped: it is missing."""
+    """An attribute of a module or a class of tau2. Raises: RunnerExit: it is missing."""
     if not hasattr(owner, name):
         raise RunnerExit(REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
     return getattr(owner, name)
 
 
 def patch(owner: Any, **values: Any) -> None:
-    """Replace attributes of a module or a class of tau2. Raises: Stopped: one is missing."""
+    """Replace attributes of a module or a class of tau2. Raises: RunnerExit: one is missing."""
     for name, value in values.items():
         require_attribute(owner, name)
         setattr(owner, name, value)
@@ -183,7 +183,7 @@ def episode_settings(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(job: dict[str, Any]) -> None:
-    """Run the episodes that are not in the job's result folder yet. Raises: Stopped: a part of tau2 is missing."""
+    """Run the episodes that are not in the job's result folder yet. Raises: RunnerExit: a part of tau2 is missing."""
     simulation, helpers, batch, evaluator, embedder, cache, sandbox = import_tau2_modules(
         *("data_model.simulation", "runner.helpers", "runner.batch", EVALUATOR),
         *("knowledge.embedders.openrouter_embedder", "knowledge.embeddings_cache", "knowledge.sandbox_manager"),
@@ -214,7 +214,7 @@ def play(job: dict[str, Any]) -> str:
         job: see `draco_ray.benchmarks.tau.environment.TauEnvironment.job`.
 
     Returns: how the episode ended.
-    Raises: Stopped: the episode must be repeated, or the policy did something after which tau2 cannot continue.
+    Raises: RunnerExit: the episode must be repeated, or the policy did something after which tau2 cannot continue.
     """
     simulations, helpers, build, progress = import_tau2_modules(
         "data_model.simulation", "runner.helpers", "runner.build", "runner.progress"

@@ -38,7 +38,7 @@ def check_data_root(root: Path) -> None:
 
 
 def check_readable(root: Path, task_ids: Sequence[str]) -> None:
-    """Check, if root starts the tasks, that they can read their data: each task then runs as another user.
+    """Check that tasks can read their data if this process runs as root, because each task then runs as another user.
 
     Raises: WorldError: one line; a folder or a file is closed to other users.
     """

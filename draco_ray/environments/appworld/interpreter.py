@@ -1,7 +1,7 @@
 """Finds AppWorld's Python: its pinned dependencies conflict with ours, so it has its own virtual environment.
 
-It also runs code of this package. This package may be installed next to conflicting versions of dependencies, so
-AppWorld's Python imports it through a folder that contains only a link to it
+AppWorld's Python also runs code of this package. The folder where this package is installed may contain conflicting
+versions of dependencies, so AppWorld's Python imports this package from a folder that contains only a link to it
 (`draco_ray.environments.jail.launch.link_package`).
 """
 

@@ -61,7 +61,7 @@ def cut_to_bytes(text: str, limit: int) -> str:
     data = text.encode("utf-8", "surrogatepass")
     if len(data) <= limit:
         return text
-    while data[limit] & 0xC0 == 0x80:  # inside a character
+    while data[limit] & 0xC0 == 0x80:  # the cut would be inside a character
         limit -= 1
     return data[:limit].decode("utf-8", "surrogatepass")
 
@@ -77,7 +77,7 @@ def truncate(text: str, limit: int) -> str:
 
 
 def preload_appworld(output_bytes: int) -> None:
-    """Import what tasks need, so that forks share it, and limit what they can print."""
+    """Import what tasks need, so that forks share it, and limit the length of tasks' output."""
     gc.disable()  # everything imported stays; collecting would take 20 % of the time
     from appworld.api_docs import prepare_api_docs
     from appworld.apps import build_main_app, get_all_apps
@@ -99,7 +99,7 @@ def preload_appworld(output_bytes: int) -> None:
     configure_mappers()
     with freeze_time():
         pass
-    # AppWorld caches this by its arguments; these are the ones used for a task.
+    # AppWorld caches this call's result by its arguments; a task makes the call with the same arguments.
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
 
     capture: Any = importlib.import_module("IPython.utils.capture")

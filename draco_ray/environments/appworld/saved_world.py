@@ -20,12 +20,13 @@ MAX_SAVED_BYTES = 16 << 20
 
 _DATABASES = "dbs"
 _STATE = re.compile(r"[a-z_]{1,64}\.jsonl|model_hashes\.json")
-"""Names of files that AppWorld's evaluator reads. It would prefer a ``<app>.db``, which hostile code could craft."""
+"""Names of files that AppWorld's evaluator reads. The evaluator would prefer a file ``<app>.db``, which hostile
+code could craft."""
 _RECORDS = (
     ("logs", ("api_calls.jsonl", "environment_io.md")),
     ("version", ("code.txt", "data.txt")),
 )
-"""Files that are never executed; omitted if they cannot be read."""
+"""Other files of a saved world, by folder: never executed, and omitted if they cannot be read."""
 
 Change = tuple[str, Sequence[Any] | Mapping[str, Any], bool]
 """Statement, parameters, and whether the parameters are several rows."""
@@ -114,7 +115,7 @@ def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], tru
         check = make_statement_checker(connection)
         for statement, (parameters, many) in {change[0]: change[1:] for change in new}.items():
             check(statement, parameters, many)
-        # Stops statements that double a text many times.
+        # Limit the length of values, which stops statements that double a text many times.
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SAVED_BYTES)
         connection.set_authorizer(_stay_in_this_database)
         _run(connection, new)
@@ -147,9 +148,11 @@ def _check_shape(change: Any) -> None:
 
 
 _BEGINS = ("INSERT INTO ", "UPDATE ", "DELETE FROM ")
-"""How AppWorld's changes begin. Required because the authorizer sees ``VACUUM INTO`` only when it runs."""
+"""Beginnings of the statements that AppWorld saves. Other statements are refused, because the authorizer sees ``VACUUM
+INTO`` only when it runs."""
 _INDEX_INSERT = re.compile(r"INSERT INTO \w+_fts \(id, saved_search_text\) VALUES \([?:\w, ]+\)")
-"""How AppWorld inserts into a search index; through other columns an index accepts commands."""
+"""AppWorld's inserts into a search index. Others are refused, because through other columns an index accepts
+commands."""
 _WORD = re.compile(r"\w+")
 _CHANGES = (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE, sqlite3.SQLITE_READ)
 

@@ -26,7 +26,8 @@ from draco_ray.errors import EnvironmentCrashed
 from draco_ray.temp_dirs import remove_tree
 
 _MOST_PROCESSES = 2 * MOST_PROCESSES
-"""Maximum process count, seen from outside; some hosts do not enforce `MOST_PROCESSES` (root in a container)."""
+"""Maximum number of a server's processes, counted from outside the jail, because some hosts do not enforce
+`MOST_PROCESSES` (for root in a container)."""
 _MOST_FILES = 20_000
 _CPU_CELLS = 60
 """Number of cells that may use their whole time limit before the process exceeds its CPU time."""
@@ -40,7 +41,8 @@ class TaskProcessEnded(Exception):
     """A task's process has ended, or broke the protocol."""
 
     def __init__(self, reason: str, *, own: bool) -> None:
-        """``own``: whether its code caused it; false if the server ended too, or it was killed from outside."""
+        """``own``: whether the task's code caused the end; false if the server ended too, or the process was killed
+        from outside."""
         super().__init__(reason)
         self.own = own
 
@@ -66,7 +68,7 @@ class ServerProcess(ForkClient):
     async def start(cls, template: TemplateProcess, config: EnvironmentConfig, *, evaluate: bool) -> ServerProcess:
         """Fork a server.
 
-        Raises: EnvironmentCrashed: it failed; quotes the process's message.
+        Raises: EnvironmentCrashed: the server did not start; the message quotes its last output.
         """
         spec = SlotSpec(
             directory=tempfile.mkdtemp(prefix="slot-", dir=template.directory),
@@ -101,7 +103,7 @@ class ServerProcess(ForkClient):
         return self._process.pid
 
     async def begin(self, role: str, task_id: str, seconds: float) -> None:
-        """End the previous process and start another (`world_server.ROLES`). Raises: TimeoutError, Ended."""
+        """End the previous process and start another (`world_server.ROLES`). Raises: TimeoutError, TaskProcessEnded."""
         self.hang_up()
         plays = role == "task"
         self._cpu_seconds = self._spec.cpu_seconds if plays else self._spec.evaluate_cpu_seconds
@@ -114,7 +116,10 @@ class ServerProcess(ForkClient):
             raise self._dead() from None
 
     async def ask(self, order: Mapping[str, Any], seconds: float, most_bytes: int) -> dict[str, Any]:
-        """Send the process an order. Returns: its answer of at most ``most_bytes``. Raises: TimeoutError, Ended."""
+        """Send the process an order. Returns: its answer of at most ``most_bytes``.
+
+        Raises: TimeoutError, TaskProcessEnded.
+        """
         try:
             answer = json.loads(await self.exchange(order, seconds, most_bytes))
         except EOFError as error:
@@ -127,7 +132,7 @@ class ServerProcess(ForkClient):
         return answer
 
     async def _ended(self, reason: str) -> TaskProcessEnded:
-        """How the process ended, or ``reason`` if it has not."""
+        """The error that says how the process ended, or ``reason`` if it has not ended."""
         try:
             status, cpu_seconds = await self.order("end", _GONE_SECONDS, fork=False)
         except TimeoutError:
@@ -152,8 +157,8 @@ class ServerProcess(ForkClient):
         most = self._spec.memory_mib
         while not self.excess:
             await asyncio.sleep(_WATCH_SECONDS)
-            # Finding children is slow: it reads every process of the machine. A process that cannot start others is
-            # kept within its memory by its own limit.
+            # Finding children is slow: it reads every process of the machine. The memory of a process that cannot
+            # start others is limited by its own resource limit.
             memory, processes = self._usage() if self._tasks_can_fork else (0.0, 0)
             if memory > most:
                 self.excess = f"its processes used {memory:.0f} MiB, more than environment.max_memory_mib={most}"
@@ -178,7 +183,7 @@ class ServerProcess(ForkClient):
     async def kill(self) -> None:
         """End the server and all its descendants, and remove its folder."""
         self._watching.cancel()
-        # At the end of its orders the server kills all that it started, and then ends.
+        # When its sockets are closed, the server kills all processes that it started, and then ends.
         self.close()
         await asyncio.to_thread(self._clean_up)
 

@@ -35,7 +35,7 @@ def soft_cell_timeout(config: EnvironmentConfig) -> int:
 
 
 class AppWorldSlot:
-    """Plays tasks one after another, each in a new AppWorld server; the `World` of the open task.
+    """Plays tasks one after another, each in a new AppWorld server; is also the `World` of the open task.
 
     Not for concurrent use; belongs to one event loop.
     """
@@ -104,8 +104,8 @@ class AppWorldSlot:
 
         Returns: its output or AppWorld's error message; at most ``max_output_bytes`` and a mark.
         Raises: WorldBroken: the process died, or exceeded the cell timeout or its memory, or broke the protocol;
-            EnvironmentCrashed: likewise, but not because of its code. The server is then killed, and the next `open`
-            starts another.
+            EnvironmentCrashed: the same, but not caused by the task's code. The server is then killed, and the next
+            `open` starts another.
         """
         task_id = self.task.task_id
         if self._over:
@@ -191,8 +191,8 @@ class AppWorldSlot:
         """Send a process an order and return its answer.
 
         Args:
-            begin: role of a new process that gets the order (`world_server.ROLES`). It does not know yet what the
-                policy's code wrote, which is therefore not responsible for its end.
+            begin: role of a new process that gets the order (`world_server.ROLES`). It has not read
+                anything that the policy's code wrote, so that code is not responsible if this process ends.
             cell: whether the process runs the policy's code, which is then responsible for a hang too.
         """
         config, server = self._config, self._server

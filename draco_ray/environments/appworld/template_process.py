@@ -40,7 +40,7 @@ class TemplateKey:
 
     python: str
     isolation: str
-    """A level, or ``auto``."""
+    """An isolation level, or ``auto``."""
     data: Path
     """The data root's ``data`` folder."""
     output_bytes: int
@@ -52,7 +52,7 @@ _starting = threading.Lock()
 
 
 class _NotLoaded(LevelUnavailable):
-    """AppWorld could not be loaded at a level, perhaps for another, temporary reason."""
+    """AppWorld did not load at an isolation level, but the level may be available: the cause may be temporary."""
 
 
 class TemplateProcess:
@@ -75,7 +75,8 @@ class TemplateProcess:
     def start(cls, key: TemplateKey, level: str, timeout_seconds: float) -> TemplateProcess:
         """Start a template at an isolation level and wait until it has loaded AppWorld.
 
-        Raises: LevelUnavailable: quotes the process's message; EnvironmentCrashed: it was killed or takes too long.
+        Raises: LevelUnavailable: quotes the process's message; EnvironmentCrashed: the process was killed, or AppWorld
+            was not loaded in time.
         """
         folder = PrivateTempDir()
         directory = str(folder.path)
@@ -143,8 +144,8 @@ class TemplateProcess:
 def shared_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
     """This process's template of ``key``; starts it if there is none or it has died, and blocks until it is ready.
 
-    Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: it was killed or
-        takes too long.
+    Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: the template was
+        killed or was not ready in time.
     """
     with _starting:
         template = _templates.get(key)

@@ -1,4 +1,4 @@
-"""The server behind a task or an evaluation: forks the processes that do it, and ends with everything it forked.
+"""The server behind a task or an evaluation: forks its processes, all of which end with the server.
 
 It is forked from a `world_template`, so AppWorld is already loaded. Every task and every evaluation has a server of its
 own, with scratch of its own, so nothing a task leaves behind (patched modules, threads, files, memory) reaches the next
@@ -78,7 +78,7 @@ class WorldServer(ForkServer):
         tempfile.tempdir = os.environ["TMPDIR"]
 
     def begin(self, order: str, channel: Channel) -> None:
-        """Confine this process and do its work."""
+        """Confine this process and run the role that ``order`` names."""
         role, _, task_id = order.partition(" ")
         os.setsid()
         tasks: list[str] = []

@@ -74,7 +74,7 @@ class WorldTemplate:
                 control.send(b"forked")
                 child = os.fork()
                 if child:
-                    # The slot knows this process by its id; the server is its child and ends with it.
+                    # The slot knows only the id of this process; the server is a child of it and ends with it.
                     control.close()
                     os.waitpid(child, 0)
                     os._exit(0)

@@ -87,7 +87,7 @@ _NETWORK = tuple(
     )
     if os.path.exists(path)
 )
-"""Files of name resolution and certificates."""
+"""Host files for name resolution and TLS certificates, visible in a jail with network."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class JailSpec:
 
     @property
     def program(self) -> str:
-        """Folder on the host from which AppWorld's Python imports this package."""
+        """Folder on the host from which the jail's Python imports this package."""
         return os.path.join(self.directory, "program")
 
     def to_json(self) -> str:
@@ -182,7 +182,7 @@ def _leave_caretaker(spec: JailSpec) -> None:
         while os.read(watched, 4096):
             pass
         os.close(held_too)
-        # While the host process lives, it holds the lock too, and it removes the folder itself.
+        # Removes nothing while the host process lives: that process holds the lock too, and removes the folder itself.
         remove_abandoned(root.parent)
     os._exit(0)
 
@@ -235,7 +235,7 @@ def _in_namespaces(spec: JailSpec) -> int:
         return os.waitstatus_to_exitcode(status)
     linux.die_with_parent()
     if spec.workspace:
-        with contextlib.suppress(OSError):  # Refused if a container masks parts of its /proc.
+        with contextlib.suppress(OSError):  # The kernel refuses if a container masks parts of its /proc.
             linux.mount_proc("/proc")
         linux.unmount("/view")
     linux.keep_capabilities(_SERVER_CAPABILITIES)
@@ -402,7 +402,7 @@ def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]
     for prefix in (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
         pairs += [(os.path.realpath(prefix), path) for path in {prefix, os.path.realpath(prefix)}]
-    # Packages of another environment, which a .pth file adds to this one.
+    # A .pth file may add packages of another virtual environment to the path; these are visible too.
     for path in sys.path:
         if path.endswith(("/site-packages", "/dist-packages")):
             pairs.append((os.path.realpath(path), path))

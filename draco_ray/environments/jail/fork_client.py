@@ -11,7 +11,7 @@ from typing import Any
 
 
 class ForkClient:
-    """Orders processes of one server, and talks to the one forked last. Belongs to one event loop."""
+    """Has one server fork processes, and sends orders to the process forked last. Belongs to one event loop."""
 
     def __init__(self, control: socket.socket) -> None:
         """``control``: a non-blocking socket that keeps packets apart (SOCK_SEQPACKET)."""
@@ -22,7 +22,7 @@ class ForkClient:
     async def order(self, order: str, seconds: float, *, fork: bool) -> tuple[int | None, float]:
         """Have the server end its process and, with ``fork``, start another.
 
-        Returns: the ended process's status, None if it had to be killed or there was none, and its CPU seconds.
+        Returns: the ended process's exit status (None if it had to be killed, or there was none) and its CPU seconds.
         Raises: OSError: the server has ended, or did not answer in time; it cannot be used any more, because
             a late answer would be taken for the answer to the next order.
         """
@@ -37,7 +37,7 @@ class ForkClient:
                 answer = await loop.sock_recv(self._control, 256)
         finally:
             if previous is not None:
-                # Close it only now: when its socket closes, a process ends by itself.
+                # Close it only after the order: a process ends by itself when its socket closes.
                 previous.close()
         if not answer:
             raise ConnectionError("the server has ended")
@@ -54,7 +54,7 @@ class ForkClient:
     async def exchange(self, order: Mapping[str, Any], seconds: float, most_bytes: int) -> bytes:
         """Send the process an order and receive its answer, unparsed.
 
-        Raises: TimeoutError; EOFError, with the reason: it ended, or sent anything but one answer of at
+        Raises: TimeoutError; EOFError, with the reason: the process ended, or sent anything but one answer of at
             most ``most_bytes``.
         """
         loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
@@ -84,7 +84,7 @@ class ForkClient:
         return bytes(received[len(number) :])
 
     def hang_up(self) -> None:
-        """Let the process end by itself."""
+        """Close the socket to the process, which then ends by itself."""
         if self._channel is not None:
             self._channel.close()
 

@@ -39,7 +39,7 @@ class IsolationLevels:
 
     @contextlib.contextmanager
     def trying(self, level: str) -> Iterator[None]:
-        """Note why the level is unavailable; else remember it for later programs, if ``auto`` chose it."""
+        """Record why the block found ``level`` unavailable; otherwise ``auto`` uses the level for later programs."""
         try:
             yield
         except LevelUnavailable as error:

@@ -39,7 +39,7 @@ _LANDLOCK_RIGHTS = {3: 0x7FFF, 5: 0xFFFF}
 """All file-system rights by version; rights that are not granted are denied."""
 _READ_FILE, _READ_FOLDER, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
 _CHANGE_FOLDER = 0x10 | 0x20 | 0x80 | 0x100
-"""Remove folders and files, make folders and regular files."""
+"""Landlock rights to remove folders and files, and to make folders and regular files."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
 _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
@@ -123,7 +123,7 @@ def bind_mount(source: str, target: str) -> None:
 
 
 def restrict_mount(target: str, *, devices: bool = False, writable: bool = False, recursive: bool = True) -> None:
-    """Make a mount read-only, unless ``writable``, without set-uid programs and, unless ``devices``, device files."""
+    """Forbid set-uid programs on a mount; also writing, unless ``writable``, and device files, unless ``devices``."""
     flags = (0 if writable else _ATTR_RDONLY) | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
     attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
@@ -157,7 +157,7 @@ def _prctl(option: int, value: int = 0) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that forked it ends. Reset by a change of user."""
+    """Have the kernel signal this process when the thread that forked it ends. A change of user undoes it."""
     _check(_prctl(_PR_SET_PDEATHSIG, number), "PR_SET_PDEATHSIG")
 
 
@@ -182,10 +182,10 @@ def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
             while True:
                 ended.update([os.waitpid(-1, 0)])
         return ended
-    # Elsewhere orphans become children of this process, which kills them generation by generation.
+    # In any other process, orphans become children of this process, which kills them generation by generation.
     while children := children_of(os.getpid()).difference(spare):
         for child in children:
-            os.kill(child, signal.SIGKILL)  # its id is not reused before it is awaited
+            os.kill(child, signal.SIGKILL)  # the child's id is not reused before waitpid
             ended.update([os.waitpid(child, 0)])
     return ended
 
@@ -219,7 +219,7 @@ def keep_capabilities(keep: frozenset[int]) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Drop permanently: capabilities, groups, set-uid programs and, unless None, the user.
+    """Give up capabilities and set-uid programs permanently and, unless ``uid`` is None, the groups and the user.
 
     Args:
         uid: the new user (and group) id; None: unchanged.
@@ -286,7 +286,7 @@ def landlock_version() -> int:
 
 
 def require_landlock() -> None:
-    """Raises: OSError: Landlock is missing or too old."""
+    """Check that the kernel has a recent Landlock. Raises: OSError: Landlock is missing or too old."""
     if landlock_version() < _LANDLOCK_OLDEST:
         raise OSError(
             f"Landlock has version {landlock_version()}, expected version {_LANDLOCK_OLDEST} (Linux 6.2) or later"

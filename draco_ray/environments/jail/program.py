@@ -47,7 +47,7 @@ class ProgramLaunch:
     disk_mib: int
     """Size limit of the workspace."""
     processes: int | None
-    """Processes and threads; None: the container's engine limits them."""
+    """Maximum number of processes and threads; None: the container's engine limits them."""
     cpu_seconds: int
     """CPU time limit of one process."""
     contained: bool = False
@@ -118,7 +118,7 @@ def _become(launch: ProgramLaunch) -> NoReturn:
 async def _watch(
     child: int, launch: ProgramLaunch, listening: socket.socket | None, lifeline: socket.socket | None
 ) -> NoReturn:
-    """Relay and measure until the program has ended or exceeds a limit, and end this process."""
+    """Relay connections and check memory and disk until the program ends or exceeds a limit; then end this process."""
     if lifeline is not None:
         asyncio.get_running_loop().add_reader(lifeline, _end_container)
     if listening is not None:
@@ -135,12 +135,12 @@ async def _watch(
         if excess:
             print(excess, file=sys.stderr, flush=True)
             os._exit(137)
-    # Exit at once, without closing open connections in order.
+    # Exit at once, without an orderly close of open connections.
     os._exit(ending.result())
 
 
 def _end_container() -> NoReturn:
-    """End everything, then this process, so that the host sees the connection end last."""
+    """End all other processes of the container, then this one, so that the host sees the connection end last."""
     linux.end_descendants()
     os._exit(137)
 

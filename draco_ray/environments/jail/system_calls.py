@@ -134,9 +134,11 @@ _REMOVAL: dict[str, tuple[int | None, int | None]] = {
     "renameat": (264, 38),
     "renameat2": (316, 276),
 }
-"""Refused if written files must be countable. AppWorld overwrites its files and does not need to remove them."""
+"""System calls that are refused too if written files must be countable. AppWorld overwrites its files and does not need
+to remove them."""
 _MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Reported as missing, because a filter cannot read their flags in memory; the C library falls back to older calls."""
+"""System calls that are reported as missing, because a filter cannot read their flags in memory; the C library falls
+back to older calls."""
 
 _ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
     # Copying, locking (SQLite) and O_NONBLOCK are allowed; setting an owner is not, as the owner would get signals.
@@ -156,7 +158,7 @@ _NAMELESS_FILE = 0x400000
 
 _CLONE, _SOCKETPAIR, _PRLIMIT = (56, 220), (53, 199), (302, 261)
 _NEWEST = 450
-"""Newer system calls are refused; libraries fall back if they are missing."""
+"""Highest known system call number. Higher ones are reported as missing, so that libraries fall back to older calls."""
 
 _CLONE_THREAD = 0x10000
 _SOCKET_KIND, _SOCK_STREAM = 0xF, 1

@@ -24,7 +24,7 @@ from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken, World
 from draco_ray.records import Task
 
 SHORTEST_SECRET = 4
-"""Minimum length in characters; hiding a shorter secret would hide parts of words."""
+"""Minimum length of a secret in characters; hiding a shorter one would hide parts of words."""
 
 MAX_DEPTH = 100
 """Maximum nesting of a call's arguments, since checking and encoding them recurses."""
@@ -35,7 +35,7 @@ class OfferedTools:
     """The tools of an environment."""
 
     tools: str
-    """Their schemas as a JSON array."""
+    """The tools' schemas as a JSON array."""
     evaluates: bool
 
 
@@ -117,9 +117,9 @@ class ToolsEnvironment(Environment):
     async def evaluate(self, task_id: str, process: FunctionProcess) -> WorldVerdict:
         """The verdict of ``evaluate`` on the world of the last forked process; that process is ended.
 
-        Raises: EnvironmentCrashed; WorldError: it returned neither true nor false.
+        Raises: EnvironmentCrashed; WorldError: ``evaluate`` returned neither a bool nor a mapping to bools.
         """
-        # Twice the time, as above.
+        # Twice the time, so that the process itself reports a slow hook first.
         seconds = 2 * self.config.start_timeout_seconds
         # Only the evaluating process parses the end state, which the policy may have influenced.
         end_state = await process.ask_unread({"do": "end_state"}, "end_state", seconds)
@@ -268,7 +268,7 @@ class ToolWorld:
         """A result without secrets, truncated; ``length``: its full length if it has already been truncated."""
         length = len(text) if length is None else length
         text = text[: self._environment.config.max_output_bytes]
-        # The text of an error was truncated where it was made.
+        # The text of an error may already have been truncated by the code that made it.
         if length > len(text) or text.startswith("error: "):
             text = self._environment.without_half_a_secret(text)
         more, text = length - len(text), self._environment.without_secrets(text)
@@ -282,7 +282,7 @@ class ToolWorld:
         """The verdict of ``evaluate``. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
         if not environment.ground_truth or "evaluate" not in self._process.hooks:
-            raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has none")
+            raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluate()")
         if self._over:
             raise WorldBroken(f"{self._where}: the episode has ended")
         self._over = True
@@ -403,7 +403,7 @@ _known: dict[str, OfferedTools] = {}
 
 
 def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> OfferedTools:
-    """The offered tools; starts the files and servers once to ask them. Raises: as `FunctionProcess.start`."""
+    """The offered tools; starts tools files and MCP servers once to list them. Raises: as `FunctionProcess.start`."""
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
     if key not in _known:

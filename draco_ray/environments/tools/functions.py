@@ -45,7 +45,7 @@ class Functions:
 
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """In OpenAI's format, in the order of files and functions."""
+    """The tools' schemas in OpenAI's format, in the order of files and functions."""
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 

@@ -41,8 +41,8 @@ class McpSession:
         secrets: Mapping[str, str],
         processes: dict[str, CommandProcess],
     ) -> None:
-        """``tools``: options that have the server of that name; ``processes``: for each command the process that starts
-        it, which serves later sessions too. The owner ends them."""
+        """``tools``: the options, whose ``mcp`` has the server ``name``; ``processes``: server name -> the process that
+        starts its command, which later sessions use too. The caller ends these processes."""
         self.name = name
         self._options = tools.mcp[name]
         self._tools = tools
@@ -59,7 +59,7 @@ class McpSession:
         """Begin the session.
 
         Returns: the schemas of the offered tools in OpenAI's format.
-        Raises: EnvironmentCrashed: it does not start, or lacks a tool that should be offered.
+        Raises: EnvironmentCrashed: the server does not start, or lacks a tool that should be offered.
         """
         require_package("mcp")
         _read_half_characters()
@@ -153,7 +153,7 @@ class McpSession:
             result = await client.call_tool(tool, json.loads(_whole(arguments)), read_timeout_seconds=seconds)
         except MCPError as error:
             code = error.error.code
-            # Invalid arguments are errors the policy can correct; other errors are not results of the tool.
+            # The policy can correct invalid arguments; a lost connection or a protocol error ends the session.
             if code in (_CONNECTION_CLOSED, _UNREADABLE) or (self._refused is not None and code != _BAD_ARGUMENTS):
                 raise
             said = f"stopped after {seconds:g} s without an answer" if code == _TIMED_OUT else str(error)
@@ -199,7 +199,7 @@ class McpSession:
                 await process.kill()
 
     async def _look_away(self, request: Any) -> None:
-        """Forget the last answer: later errors have another cause."""
+        """Forget the last HTTP answer before a new request: later errors have another cause."""
         if _asks(request):
             self._refused = None
 
@@ -218,7 +218,7 @@ class McpSession:
 
 @contextlib.asynccontextmanager
 async def _lines(channel: socket.socket) -> AsyncIterator[tuple[Any, Any]]:
-    """The client's transport to a process that has the other end as standard input and output: one message per line."""
+    """Transport to a process whose standard input and output are the other end of ``channel``: one message per line."""
     import anyio
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter as adapter
@@ -269,7 +269,7 @@ def _whole(value: Any) -> bytes:
 def _read_half_characters() -> None:
     """Make the client accept messages with lone surrogates, which pydantic's parser refuses.
 
-    The package has no hook before that parser.
+    The package ``mcp`` has no hook before that parser.
     """
     from mcp_types import jsonrpc_message_adapter as adapter
     from pydantic import ValidationError

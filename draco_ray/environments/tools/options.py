@@ -16,7 +16,7 @@ class McpServerOptions(ConfigSection):
     """An MCP server: a command that uses standard input and output, or the URL of a running server."""
 
     command: tuple[str, ...] = ()
-    """Started in the jail for every rollout."""
+    """Command line of a server that is started in the jail for every rollout."""
     reads: tuple[Path, ...] = ()
     """Files and folders that the command may read."""
     url: str | None = None

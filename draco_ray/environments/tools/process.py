@@ -83,7 +83,7 @@ class ToolProcess(ForkClient):
         """A started server and its answer to `Setup`; ``shown``: paths that it can see, besides ``files``.
 
         Raises: ConfigError: a file cannot be used; IsolationUnavailable: the host offers no isolation level that
-            ``environment.isolation`` allows; EnvironmentCrashed: it does not start.
+            ``environment.isolation`` allows; EnvironmentCrashed: the server does not start.
         """
         setup = Setup(
             files=[*map(os.path.abspath, files)],
@@ -158,7 +158,7 @@ class ToolProcess(ForkClient):
     async def end(self) -> int | None:
         """End the last forked process and all it started; the server keeps running. Raises: as `fork`.
 
-        Returns: its status; None if there is none, or it was running until now.
+        Returns: the process's exit status; None if there was no process, or this call had to kill it.
         """
         if self._channel is None:
             return None
@@ -287,7 +287,7 @@ class CommandProcess(ToolProcess):
 
 
 def _words(server: McpServerOptions) -> tuple[list[str], list[str]]:
-    """The command of an MCP server with the path of its program, and what it needs to see of the host's programs."""
+    """An MCP server's command with the full path of its program, and the host paths of programs that it must see."""
     name, *rest = server.command
     # Uses this interpreter, which has the mcp package.
     program = sys.executable if name in ("python", "python3") else shutil.which(name)

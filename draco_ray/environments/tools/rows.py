@@ -15,7 +15,7 @@ from draco_ray.records import Task
 from draco_ray.registry import find_component
 
 TRAIN = "train"
-"""Split of a row that names none."""
+"""Split of a row without ``split``."""
 LONGEST_ID = 128
 """Maximum length of a task id in bytes; file names of the task's rollouts are longer than the id."""
 _OURS = ("id", "instruction", "split", "group", "expected")
@@ -31,7 +31,7 @@ class Row:
 
     def task(self, tools: str) -> Task:
         """The task as the policy may see it; its short extra fields may be used in the prompt."""
-        # A lone surrogate, which JSON can encode, cannot be tokenized.
+        # JSON can encode lone surrogates, which cannot be tokenized; `_whole` replaces them.
         fields = {
             _whole(name): _whole(str(value))
             for name, value in self.row.items()

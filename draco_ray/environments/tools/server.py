@@ -70,7 +70,7 @@ class Setup:
 
 
 class ToolServer(ForkServer):
-    """Serves one slot."""
+    """Forks the processes of one slot."""
 
     def __init__(self, jail: JailSpec, setup: Setup, found: Functions, control: socket.socket) -> None:
         super().__init__(control, _FAREWELL_SECONDS if setup.command else 0.0)

@@ -50,7 +50,7 @@ class JudgeServersActor(JudgeServers):
                 name=f"JudgeServer-{number}@{run_name}",
                 num_gpus=local.gpus_per_replica,
                 num_cpus=local.cpus_per_replica,
-                # Ray restarts it on another node if its own is gone.
+                # Ray restarts the actor on another node if its node is lost.
                 max_restarts=-1,
                 max_task_retries=-1,
             ).remote(config, logs / f"judge-server-{number}.log")
@@ -61,7 +61,7 @@ class JudgeServersActor(JudgeServers):
         """Return once a server answers.
 
         Raises:
-            JudgeUnavailable: none comes up.
+            JudgeUnavailable: no server comes up.
         """
         self.release((await self.acquire()).number)
 

@@ -52,7 +52,7 @@ def engine_of(local: LocalJudgeConfig) -> EngineConfig:
 
 
 def serve_command(config: JudgeConfig, host: str, port: int) -> list[str]:
-    """The command line of the server; it holds no key."""
+    """The command line of the server; it does not contain the API key."""
     local, model = config.local, served_model(config.model)
     context = local.context_tokens or (model_positions(model) if is_local(model) else None)
     words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
@@ -115,7 +115,7 @@ class VllmJudgeServer:
         self._progress_at: float | None = None
         """Time of the last sign of progress; None until the server has answered."""
         self._tokens: float | None = None
-        """Tokens read and written by that time, if known."""
+        """Number of tokens that the server had read and written at `_progress_at`, if known."""
         self._failures = 0
         """Number of starts in a row that ended before the server answered."""
 
@@ -130,7 +130,7 @@ class VllmJudgeServer:
         Returns: the server if it serves, otherwise a phrase for its state, such as ``loads MODEL``.
 
         Raises:
-            JudgeUnavailable: it ended `STARTS` times in a row before it answered, or did not answer in time.
+            JudgeUnavailable: the server ended `STARTS` times in a row before it answered, or did not answer in time.
         """
         child = self._child
         if child is None:

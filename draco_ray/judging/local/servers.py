@@ -36,9 +36,9 @@ class ServerReplica:
     since: float
     """Time at which the state in ``doing`` began."""
     doing: str = "waits for a node with enough resources"
-    """Its state, shown in messages while it is not up."""
+    """State of the server, shown in messages while it does not answer."""
     server: Server | None = None
-    """Its last known address; None until it serves."""
+    """Last known address of the server; None until it has answered."""
 
 
 class JudgeServers(MonitoredWorkers[ServerReplica]):

@@ -168,7 +168,7 @@ def _measures(counts: IntArray, categories: int) -> dict[str, Any]:
     total, answered = asked.sum(axis=-1), mine.sum(axis=-1)
     equal = np.diagonal(table, axis1=-2, axis2=-1)
     agreed, margins = equal.sum(axis=-1), mine + theirs
-    # Quotients without a denominator are NaN: their numerators are 0, too.
+    # Where a denominator is 0, so is its numerator, and the quotient is NaN.
     with np.errstate(invalid="ignore"):
         observed = agreed / answered
         chance = (mine * theirs).sum(axis=-1) / answered**2

@@ -24,7 +24,10 @@ from draco_ray.runs.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class CheckpointJudge:
-    """The policy that acted in a training step, as a `draco_ray.judging.completion.Completer`; call `at` in order."""
+    """The policy that acted in a training step, as judge (`draco_ray.judging.completion.Completer`).
+
+    Call `at` in ascending order of steps.
+    """
 
     engine: Any
     """A `VllmEngine` without an adapter: the model that acted in step 1."""

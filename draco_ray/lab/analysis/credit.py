@@ -33,6 +33,8 @@ ROUNDING = 1e-9
 def credit_by_step(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: the rollouts with advantages, how many of them are inert, and the spread of Q_j.
 
+    A rollout is inert if step credit has no effect on it (`draco_ray.algorithm.equations.is_inert`).
+
     ``quality_spread_active`` is the paper's measure: the standard deviation of a rollout's step qualities
     (`draco_ray.algorithm.equations.quality_spread`), averaged over rollouts on which credit is not inert.
     ``quality_spread`` averages over all rollouts with a cited step. Null if there is no such rollout.

@@ -24,9 +24,10 @@ TRAINING = "training"
     "float64: tgc sgc dollars_per_pass tokens_per_pass",
 )
 def evaluations(run: RunDirectory) -> Iterator[Row]:
-    """One row per finished measurement: TGC, SGC, and the cost of one pass over the tasks if it is known.
+    """One row per finished measurement: task and scenario goal completion (TGC, SGC), and the cost if it is known.
 
-    Cost is known for evaluation directories only: input and output tokens, and dollars if the model has a price.
+    The cost of one pass over the tasks is known for evaluation directories only: input and output tokens, and dollars
+    if the model has a price.
     Unfinished measurements are left out, since their rates would cover only a part of the tasks.
     """
     for (step, split), found in read_evaluations(run).items():

@@ -38,7 +38,7 @@ class RecordedGroup:
     reward_G: FloatArray
     advantage_G: FloatArray
     step_advantage_GM: tuple[FloatArray, ...]
-    """R_i, A_i and a_j as the run computed them."""
+    """Step advantages a_j. Rewards R_i, advantages A_i and a_j are as the run computed them."""
 
     @property
     def name(self) -> str:

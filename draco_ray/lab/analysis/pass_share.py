@@ -1,4 +1,4 @@
-"""The pass share of judged traces: the one grade that `draco judge`, `draco runs show` and the page print."""
+"""The pass share of judged traces: the one grade that `draco judge`, `draco runs show` and `draco report` print."""
 
 from __future__ import annotations
 

@@ -79,9 +79,10 @@ def judge_cost(run: RunDirectory) -> Iterator[Row]:
     "float64: tgc tgc_low tgc_high sgc",
 )
 def success(run: RunDirectory) -> Iterator[Row]:
-    """One row per evaluation: TGC and SGC in [0, 1]. Lost rollouts count as failures; step 0 is the untrained policy.
+    """One row per evaluation: task and scenario goal completion (TGC, SGC) in [0, 1].
 
-    TGC has a 95 % interval over scenarios that covers any outcome of lost rollouts; null if there is one scenario.
+    Lost rollouts count as failures; step 0 is the untrained policy. TGC has a 95 % interval over scenarios
+    that covers any outcome of lost rollouts; null if there is one scenario.
     """
     for (step, split), evaluations in read_evaluations(run).items():
         runs = max(Counter(each.task_id for each in evaluations).values())

@@ -199,9 +199,9 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 def _ceilings(
     run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig
 ) -> Iterator[tuple[WritingCall, str, Rubric]]:
-    """A call, the rollout or step that it is compared with, and what the run's own judge wrote there.
+    """Comparisons of the run's own judge with itself: a call, the rollout or step of the other call, and its criteria.
 
-    A group's first two rollouts are compared, and a task's union with the task's next one.
+    The stage-2 calls of a group's first two rollouts are compared, and a task's union with the task's next union.
     """
     written = [call for call in calls if call.phase == Stage2.name]
     for first, *others in group_by(written, lambda call: (call.training_step, call.task_id)).values():
@@ -210,7 +210,7 @@ def _ceilings(
     if unions := [call for call in calls if call.phase == Union.name]:
         merges = group_by(writing_calls(run, None, [Union.name], config), lambda call: call.task_id)
         for call in unions:
-            # In the order of the training steps.
+            # `merges` is in the order of the training steps.
             later = [each for each in merges[call.task_id] if each.training_step > call.training_step]
             for following in later[:1]:
                 yield call, f"step {following.training_step}", following.reference

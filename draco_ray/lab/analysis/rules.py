@@ -1,7 +1,7 @@
 """Apply advantage rules to recorded verdicts: the advantages that each rule would give, without asking the judge again.
 
-Credit calls cover only what the run's own rule needed. If under another rule more criteria survive, or a group without
-reward spread gets some, citations are missing. The column ``no_citation`` counts such rollouts.
+Credit calls cover only what the run's own rule needed. If under another rule more criteria survive, or the rewards
+of a group differ that were equal before, citations are missing. The column ``no_citation`` counts such rollouts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def apply_rule(
 ) -> GroupAdvantages:
     """R, A and a_j of a recorded group under a rule, computed by the training code.
 
-    A group of one is a trace that was judged alone: it always keeps the rule without dropout that it was judged by.
+    A group of one is a trace that was judged alone: its rule is always `ALONE_RULE`, which has no dropout.
 
     Args:
         group: the group with its verdicts and citations.

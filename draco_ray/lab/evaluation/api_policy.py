@@ -51,7 +51,7 @@ class ApiPolicies:
 
 @dataclass(frozen=True, slots=True)
 class ChatPolicy:
-    """A chat endpoint."""
+    """A policy that is a chat endpoint."""
 
     complete: Completer
     """Client of the model; limits the tokens of a turn."""

@@ -39,7 +39,7 @@ class ClusteredMean:
     mean: float
     influence: Mapping[str, float]
     """Cluster -> its influence on the mean, in the units of the values. The influences have mean 0, and their variance
-    divided by the number of clusters is the variance of the mean."""
+    divided by the number of clusters is `cluster_variance`."""
     seed_variance: float
     """Variance of the mean over seeds; 0 with one seed, which cannot show it."""
     seeds: int
@@ -121,7 +121,7 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
     may differ on the next.
 
     Raises:
-        ValueError: they are not of the same clusters.
+        ValueError: the two means are not over the same clusters.
     """
     # Var(X - Y) = Var(X) + Var(Y) - 2 Cov(X, Y), over the choice of clusters.
     covariance = (one.cluster_variance + other.cluster_variance - _difference_variance(one, other)) / 2
@@ -139,7 +139,7 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
 
 
 def mean_interval(measured: ClusteredMean) -> Interval:
-    """Student's interval of a mean without bounds; infinite if all clusters are equal."""
+    """Student's interval of a mean without bounds; infinite for one cluster, or if all clusters are equal."""
     return _student(measured.mean, measured.variance, measured.degrees)
 
 
@@ -147,7 +147,7 @@ def mean_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
     """Student's interval of a paired difference of means without bounds.
 
     Raises:
-        ValueError: they are not of the same clusters.
+        ValueError: the two means are not over the same clusters.
     """
     variance, degrees = paired_variance(one, other)
     return _student(one.mean - other.mean, variance, degrees)
@@ -157,7 +157,7 @@ def paired_variance(one: ClusteredMean, other: ClusteredMean) -> tuple[float, fl
     """Variance of the difference of two means over the same clusters, and its degrees of freedom.
 
     Raises:
-        ValueError: they are not of the same clusters.
+        ValueError: the two means are not over the same clusters.
     """
     parts = [
         (_difference_variance(one, other), one.clusters - 1),
@@ -234,7 +234,7 @@ def _joined(one: float, other: float, correlation: float) -> float:
 def _difference_variance(one: ClusteredMean, other: ClusteredMean) -> float:
     """Variance of the difference of two means over the choice of clusters; infinite for one cluster."""
     if one.influence.keys() != other.influence.keys():
-        raise ValueError("the two were measured on different scenarios")
+        raise ValueError("the two means were measured on different scenarios")
     differences = [one.influence[name] - other.influence[name] for name in one.influence]
     return _variance(differences) / one.clusters if one.clusters > 1 else math.inf
 

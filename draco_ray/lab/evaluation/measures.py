@@ -33,7 +33,7 @@ from draco_ray.records import Evaluation
 
 Estimator = Callable[[int, int, int], float]
 Seeds = Sequence[Sequence[Sequence[Evaluation]]]
-"""Training seed -> measurement (checkpoint) -> evaluated rollouts, all of the same tasks."""
+"""Evaluated rollouts, first by training seed, then by measurement (checkpoint); all cover the same tasks."""
 MOST_K = 3
 """Largest k of pass^k that is reported."""
 PERMUTATIONS = 9_999
@@ -124,7 +124,7 @@ class Measure:
     trials: float
     """Number of rollouts (for SGC, of scenario runs) behind the measure, including lost ones."""
     rate: bool = True
-    """Whether it is a rate in [0, 1]; otherwise it is a mean without bounds."""
+    """Whether the measure is a rate in [0, 1]; otherwise it is a mean without bounds, such as turns."""
 
     @property
     def mean(self) -> float:
@@ -190,7 +190,7 @@ def pass_k_measure(
 
 
 def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
-    """Mean turns by task, over the rollouts that were played; None if no task was played in every seed."""
+    """Mean turns by task, over rollouts with at least one turn; None if no task has such rollouts in every seed."""
     by_seed = []
     for seed in seeds:
         played: dict[str, list[int]] = defaultdict(list)
@@ -202,7 +202,7 @@ def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
 
 
 def turns_played(seeds: Seeds) -> list[int]:
-    """Turns of every rollout that was played."""
+    """Number of turns of every rollout that has at least one turn."""
     return [each.turns for seed in seeds for measurement in seed for each in measurement if each.turns]
 
 
@@ -226,7 +226,7 @@ def comparison_measures(seeds: Seeds, runs: int, *, scenarios: bool = True) -> d
 
 
 def differences(one: Mapping[str, Measure], other: Mapping[str, Measure]) -> dict[str, tuple[Interval, float]]:
-    """`difference` in each measure that both have."""
+    """`difference` of each measure that both settings have, by the measure's name."""
     return {name: difference(measure, other[name]) for name, measure in one.items() if name in other}
 
 
@@ -237,16 +237,16 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
     several training seeds, it is the larger of this and that of Student's test over scenarios and seeds.
 
     Raises:
-        ValueError: they are of different tasks.
+        ValueError: the two measures cover different tasks.
     """
     if not one.rate:
         common = [task for task in one.failed[0] if task in other.failed[0]]
         if not common:
-            raise ValueError("no task is in both")
+            raise ValueError("no task is in both measures")
         one, other = (_of_tasks(each.failed, common, one.cluster) for each in (one, other))
         return mean_difference(one.at_worst, other.at_worst), _p_value(one, other)
     if apart := one.failed[0].keys() ^ other.failed[0].keys():
-        raise ValueError(f"{len(apart)} tasks are in only one of the two")
+        raise ValueError(f"{len(apart)} tasks are in only one of the two measures")
     low = rate_difference(one.at_worst, other.at_best)
     high = rate_difference(one.at_best, other.at_worst)
     interval = Interval(one.mean - other.mean, low.low, high.high)
@@ -274,7 +274,7 @@ def permutation_p_value(
         sums[cluster(key)] += value
     # Round, so that equal sums are ties regardless of the order of addition.
     sum_C = np.round(list(sums.values()), _DIGITS)
-    # One cluster has two sign assignments with the same distance from 0.
+    # With one cluster, both sign assignments are equally far from 0, so p is 1.
     if len(sum_C) < 2 or not sum_C.any():
         return 1.0
     exact = 2 ** len(sum_C) <= permutations

@@ -29,7 +29,7 @@ class Checkpoint:
     """One set of weights to measure."""
 
     name: str
-    """``step00090``, or for a policy without checkpoints its name."""
+    """Name of the checkpoint (``step00090``), or of the policy if it has no checkpoints."""
     version: int = 0
     """Training step; 0 is the model without an adapter."""
     adapter: Path | None = None
@@ -44,7 +44,7 @@ class ApiOptions:
     api_key_env: str | None = None
     """Environment variable with the API key; None: ``<PROVIDER>_API_KEY``."""
     temperature: float | None = None
-    """None: the provider's default; some models reject any other."""
+    """Sampling temperature; None: the provider's default, because some models reject any other value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,13 +84,13 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
     if name.startswith(API_PREFIX):
         model = name.removeprefix(API_PREFIX)
         if not model:
-            raise ConfigError(f"--policy {name}: expected a model after it, e.g. litellm:openai/gpt-5.4")
+            raise ConfigError(f"--policy {name}: expected a model name after litellm:, e.g. litellm:openai/gpt-5.4")
         return single(model.rsplit("/", 1)[-1], re.sub(r"[^\w.-]+", "_", model), api_model=model)
     if name == STARTER:
         if not starter.is_dir():
             raise ConfigError(f"--policy starter: {starter} does not exist; create it with `draco starter build`")
         return single(STARTER, STARTER, config="sandbox", model=str(starter))
-    # Use os.path: for a name that is too long, it returns False and pathlib raises.
+    # Use os.path, which returns False for a name that is too long, where pathlib raises.
     path = Path(name)
     if os.path.isfile(path / ADAPTER_CONFIG):
         return _adapter_policy(path.resolve(), name)
@@ -181,7 +181,7 @@ def load_adapter(checkpoint: Checkpoint) -> Adapter:
 
 
 def lora_rank(adapter: Path) -> int:
-    """Rank of an adapter. Raises: ConfigError: it has none."""
+    """LoRA rank of an adapter. Raises: ConfigError: adapter_config.json has no valid rank."""
     rank = _adapter_config(adapter).get("r")
     if not isinstance(rank, int) or rank < 1:
         raise ConfigError(f"adapter {adapter}: adapter_config.json has rank {rank!r}; expected a positive integer")

@@ -58,7 +58,7 @@ class Column:
     """One column of numbers."""
 
     path: tuple[str, ...]
-    """Its headers, outermost first."""
+    """The column's headers, outermost first."""
     digits: int = 1
     best: str | None = None
     """Which value is bold: ``high``, ``low``, or None for none."""
@@ -256,7 +256,7 @@ _FIT = (
     r"\resizebox*{!}{\ifdim\totalheight>.7\textheight.7\textheight\else\totalheight\fi}{%",
     r"\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%",
 )
-"""Scales a table down if it is wider or taller than the page (package graphicx)."""
+"""LaTeX code that scales a table down if it is taller or wider than the page (package graphicx)."""
 _LATEX = {
     "\\": r"\textbackslash{}",
     "^": r"\textasciicircum{}",

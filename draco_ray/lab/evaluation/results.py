@@ -59,7 +59,7 @@ def _plausible(record: Any) -> Any:
         if isinstance(number, int | float) and not least <= number <= MOST:
             raise ValueError(f"{field.name} is {number}")
     if isinstance(record, Evaluation) and record.passed_tests > record.total_tests:
-        raise ValueError(f"passed_tests is {record.passed_tests} of {record.total_tests}")
+        raise ValueError(f"passed_tests is {record.passed_tests}, more than total_tests={record.total_tests}")
     return record
 
 
@@ -355,7 +355,7 @@ class RoleCost(BaseModel):
     input_tokens: Count
     output_tokens: Count
     dollars: Amount | None
-    """None if no price is known."""
+    """Cost in dollars; None if no price is known."""
 
 
 class _Measured(BaseModel):

@@ -140,7 +140,7 @@ def aggregate(
 
 
 def describe_run_gain(run: RunDirectory) -> str | None:
-    """A line with a run's gain and its interval; None if it was not evaluated before and after on the same tasks."""
+    """`describe_gain` of a run, in one line; None if it was not evaluated before and after on the same tasks."""
     found = read_evaluations(run)
     (first, split), (last, _) = min(found, default=(0, "")), max(found, default=(0, ""))
     if first == last or (last, split) not in found:
@@ -190,7 +190,7 @@ def _rate(
 
 
 def _turns(plan: EvaluationPlan, seeds: Seeds) -> Cell | None:
-    """Mean over played rollouts, with an interval as wide as that of the mean over tasks."""
+    """Mean turns of the rollouts that have any, with an interval as wide as that of the mean over tasks."""
     if not (played := measures.turns_played(seeds)):
         return None
     std = _std(seeds, plan.runs, lambda part, _: fmean(found) if (found := measures.turns_played(part)) else None)

@@ -35,7 +35,7 @@ SPLITS = {
 }
 DIFFICULTIES = {1: "Easy", 2: "Medium", 3: "Hard"}
 LOST = Column(("Lost",), digits=0)
-"""Number of lost rollouts of a row, in every table."""
+"""The column with a row's number of lost rollouts, which every table has."""
 ONE_SEED = (
     "With one training seed, intervals cover the choice of scenarios but not the variation between training runs."
 )
@@ -43,7 +43,7 @@ _PAIRED = "a comparison needs the same tasks in both settings"
 
 
 def split_title(plan: EvaluationPlan) -> str:
-    """The name of a benchmark's split in tables, the same for any part or world of it."""
+    """Title of a benchmark's split in tables, the same for a part of its tasks and for a generated world."""
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 
@@ -94,10 +94,10 @@ def open_settings(arguments: Sequence[str]) -> dict[str, dict[str, list[Evaluati
 def group_seeds(
     labelled: Iterable[tuple[str, EvaluationDirectory]],
 ) -> dict[str, dict[str, list[EvaluationDirectory]]]:
-    """Label -> split title -> evaluations; several of one label and split are training seeds of one setting.
+    """Label -> split title -> evaluations; several evaluations of one label and split are training seeds of a setting.
 
     Raises:
-        ConfigError: two of them are not different training seeds on the same tasks.
+        ConfigError: two evaluations of a setting are not different training seeds on the same tasks.
     """
     found: dict[str, dict[str, list[EvaluationDirectory]]] = {}
     for label, directory in labelled:
@@ -159,7 +159,7 @@ def consistency_table(settings: Settings) -> Table:
 
 
 def retention_table(settings: Settings) -> Table:
-    """p^k / p^1 of tasks and of scenarios: how much of a single run's success holds in all k (section "Results")."""
+    """p^k / p^1 of tasks and of scenarios: the share of successes that hold in all k runs (section "Results")."""
     k = _ks(settings)[-1]
 
     def retention(metric: str, result: SplitResult) -> Cell | None:
@@ -192,7 +192,7 @@ def difficulty_table(settings: Settings) -> Table:
 
     def columns(results: Sequence[SplitResult]) -> Iterator[SplitColumn]:
         for level in sorted({level for result in results for level in result.difficulty}):
-            # There are several numbers if settings were measured on different tasks; a note says so.
+            # A level has several task counts if settings were measured on different tasks; a note says so.
             many = sorted({result.difficulty[level].tasks for result in results if level in result.difficulty})
             header = f"{DIFFICULTIES.get(level, level)} ({' or '.join(map(str, many))})"
             yield from ((_high(header, metric), partial(rate, level, metric)) for metric in ("TGC", "SGC"))
@@ -276,7 +276,7 @@ class Comparison:
     other: SplitResult
     split: str
     measure: str
-    """``TGC p^1``, ``SGC p^3``, ``turns``."""
+    """Name of the measure, e.g. ``TGC p^1``, ``SGC p^3`` or ``turns``."""
     difference: Interval
     """Difference of shares, or of turns, with the interval over scenarios and training seeds."""
     p_value: float
@@ -291,7 +291,7 @@ class Comparison:
 
     @property
     def title(self) -> str:
-        """``BLOCK::one - other on split``."""
+        """Label of the comparison: ``BLOCK::one - other on split``."""
         (block, one), (other_block, other) = block_and_name(self.one.label), block_and_name(self.other.label)
         if block != other_block:
             return f"{self.one.label} - {self.other.label} on {self.split}".replace(BLOCK, ": ")
@@ -306,7 +306,7 @@ def compare(settings: Settings, baseline: str) -> list[Comparison]:
         baseline: a row's label; without a block, it means the row of that name in each block.
 
     Raises:
-        ConfigError: the baseline is unknown, or a pair has no split in common, other tasks, or other worlds.
+        ConfigError: the baseline is unknown, or two settings have no split in common, or different tasks or worlds.
     """
     found: list[Comparison] = []
     for label, splits in settings.items():

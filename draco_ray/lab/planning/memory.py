@@ -37,18 +37,18 @@ class MemoryItem:
     name: str
     bytes: int
     keys: str
-    """Configuration keys that change it."""
+    """Configuration keys that change its number of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of one learner worker: resident items, and further ones at three successive moments."""
+    """Memory of one learner worker: resident items, and the items that exist only at one of three moments."""
 
     resident: tuple[MemoryItem, ...]
     forward: tuple[MemoryItem, ...]
-    """At the LM head, after all layers."""
+    """Items that exist only at the LM head, after the forward pass of all layers."""
     backward: tuple[MemoryItem, ...]
-    """In the backward pass of the largest layer."""
+    """Items that exist only in the backward pass of the largest layer."""
     update: tuple[MemoryItem, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
@@ -64,13 +64,13 @@ class LearnerMemory:
 
     @property
     def peak_items(self) -> tuple[MemoryItem, ...]:
-        """All items at that moment."""
+        """All items at the moment of peak memory."""
         moment: tuple[MemoryItem, ...] = getattr(self, self.moment)
         return self.resident + moment
 
     @property
     def peak(self) -> int:
-        """Bytes at that moment."""
+        """Bytes at the moment of peak memory."""
         return total(self.peak_items)
 
 
@@ -85,9 +85,9 @@ class EngineMemory:
     kv_cache: int
     """Bytes left for the KV cache, or the configured size; may be negative."""
     sequence: int
-    """KV cache of one sequence at full length."""
+    """Bytes of KV cache of one sequence at full length."""
     length: int
-    """Tokens of that sequence."""
+    """Tokens of a sequence at full length."""
 
     @property
     def sequences(self) -> int:
@@ -154,7 +154,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
         backward.append(MemoryItem("one weight, gathered", largest * width, "learner.base_precision"))
     if part < tokens:
-        # Data of one layer, sent and received.
+        # Send and receive buffer of the layer that exchanges most.
         exchanged = 2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width
         backward.append(
             MemoryItem("exchange with workers that share the tokens", exchanged, "learner.context_parallel")
@@ -183,7 +183,7 @@ def learner_available_bytes(config: DracoConfig, gpu: int, reserved: int) -> int
 
 
 def repeat_key_heads(shape: ModelShape, workers: int) -> ModelShape:
-    """The shape with key heads repeated, as when they are sent to workers that share a row."""
+    """The shape with key heads repeated, as context parallelism does if ``workers`` does not divide their number."""
     delta = shape.delta
     if delta is not None:
         delta = replace(delta, key_heads=math.lcm(delta.key_heads, workers))
@@ -191,16 +191,16 @@ def repeat_key_heads(shape: ModelShape, workers: int) -> ModelShape:
 
 
 def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
-    """Bytes that a worker sends to the others in one forward pass of a shared row of ``tokens`` tokens."""
+    """Bytes that a worker sends to the others in one forward pass of a shared micro-batch of ``tokens`` tokens."""
     workers = config.learner.context_parallel
     spread = repeat_key_heads(shape, workers)
-    # A worker does not send its own part.
+    # A worker does not send the part that it keeps itself.
     sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
     return sent * sum(_exchanged(spread, layer) for layer in spread.layers)
 
 
 def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
-    """Numbers per token that a layer's mixer exchanges: projections, which go to their heads' workers, and outputs."""
+    """Number of values per token that workers exchange for a layer's mixer: its input projections and its output."""
     if (delta := _delta_net(shape, layer)) is None:
         return 2 * shape.queries + 2 * shape.keys
     return delta.channels + 2 * delta.values + 2 * delta.value_heads
@@ -209,7 +209,7 @@ def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
 def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
     """The mixer of a gated delta-net layer; None for softmax attention.
 
-    Raises: ConfigError: the layer is neither, so its memory is not known.
+    Raises: ConfigError: the layer is of another kind, whose memory is not known.
     """
     if layer.kind == "other":
         raise ConfigError(
@@ -225,7 +225,7 @@ def is_sharded(config: DracoConfig) -> bool:
 
 
 def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
-    """Parameters of the base that a learner worker keeps; padding of rows not divisible by the workers is ignored."""
+    """Parameters of the base that a learner worker keeps, without the padding of matrices that do not shard evenly."""
     if not is_sharded(config):
         return shape.parameters
     whole = shape.hidden + (shape.vocabulary * shape.hidden if shape.tied else 0)
@@ -273,7 +273,7 @@ def _activations(
         return (MemoryItem("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:
-        # One layer is computed while another is copied.
+        # The GPU holds the inputs of two layers: one is computed while another is copied.
         inputs = MemoryItem("activations: inputs of two layers", 2 * inputs.bytes // len(shape.order), LENGTH_KEYS)
     return (inputs,), (MemoryItem("activations: one layer, recomputed", max(kept), LENGTH_KEYS),)
 
@@ -316,7 +316,7 @@ def _experts_bytes(experts: ExpertsShape, width: int) -> int:
     routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
     # Indices from tokens to experts and back, in int64; the router's probabilities.
     places = 4 * 8 * experts.active + FLOAT32 * experts.number
-    # The same as for a dense MLP, and the output, which is multiplied by a gate.
+    # Two tensors of MLP size, as for a dense MLP, and the output and the gate that multiplies it.
     shared = width * (2 * experts.shared + experts.hidden + 1) if experts.shared else 0
     return routed + places + shared
 
@@ -422,14 +422,14 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     if shape.query_norm:
         kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
     if shape.gated:
-        # The gate and its operand; the queries' norm reads the queries in place, beside the gate.
+        # The gate, the output it multiplies, and the gate's half of the query projection, which the query norm keeps.
         kept += 3 * width * queries
     return kept
 
 
 def _delta_bytes(delta: DeltaShape, width: int) -> int:
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
-    # Before and after the convolution's activation.
+    # The convolution's output before and after its activation.
     convolution = 2 * width * delta.channels
     # Float32 buffers: four each of queries and keys, three of values, five products within a chunk, the chunk's state.
     rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
@@ -476,7 +476,7 @@ def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
     if shape.delta is not None:
         split |= {"linear_num_value_heads": shape.delta.value_heads, "linear_num_key_heads": shape.delta.key_heads}
     check_tensor_parallel(split, engine.tensor_parallel, config.model.path)
-    # Engines that share GPUs with the learner reserve a share of each (`DracoConfig`).
+    # With engine.colocate, gpus_per_engine is the sum of an engine's GPU shares, which `DracoConfig` checks.
     if not engine.colocate and 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
         raise ConfigError(
             f"engine.tensor_parallel={engine.tensor_parallel} needs as many GPUs, but "

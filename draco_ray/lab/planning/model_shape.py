@@ -84,9 +84,9 @@ class LayerShape:
     kind: LayerKind
     """Softmax attention, gated delta net, or anything else."""
     parameters: int
-    """Weights of linear layers, experts, norms and everything else."""
+    """Number of weights of linear layers, experts, norms and everything else."""
     matrices: int
-    """Weights in matrices that every token is multiplied with; experts excluded."""
+    """Number of weights in matrices that every token is multiplied with; experts excluded."""
     linears: tuple[LinearShape, ...]
     """Linear layers, without experts and their router."""
 
@@ -98,9 +98,9 @@ class DeltaShape:
     key_heads: int
     value_heads: int
     key_dim: int
-    """Per head."""
+    """Size of one key head."""
     value_dim: int
-    """Per head."""
+    """Size of one value head."""
     kernel: int
     """Width of the causal convolution."""
 
@@ -136,7 +136,7 @@ class ModelShape:
     gated: bool
     """Whether attention's output is gated; the gate comes from a query projection of twice the width."""
     tied: bool
-    """Whether the LM head is the embedding."""
+    """Whether the LM head shares the weights of the token embedding."""
     prefix: str
     """Module name of the list of decoder layers."""
     distinct: tuple[LayerShape, ...]
@@ -314,7 +314,7 @@ def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]
     """The linear layers below a module, without experts and router.
 
     Of one parent's layers, those whose input is as wide as the hidden states are taken to read the parent's input, the
-    others to write its output. If none is left, the last square layer counts as the writer; any other would do.
+    others to write its output. If all are that wide, the last square layer counts as the writer (an arbitrary choice).
     """
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, inputs, outputs in linear_layers(module, mixture=mixture):

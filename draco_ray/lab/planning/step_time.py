@@ -26,9 +26,9 @@ class Assumptions(ConfigSection):
     """Assumptions of a plan. None of them was measured with this code on the assumed hardware."""
 
     gpu_tflops: float = Field(989.0, gt=0)
-    """Dense bf16 peak of one GPU; an H100's or H200's data sheet."""
+    """Peak dense bf16 TFLOPS of one GPU; the default is from the data sheets of the H100 and H200."""
     gpu_gb_per_second: float = Field(3350.0, gt=0)
-    """Memory bandwidth of one GPU; an H100's data sheet."""
+    """Memory bandwidth of one GPU, GB/s; the default is from the H100's data sheet."""
     learner_efficiency: float = Field(0.35, gt=0, le=1)
     """Model FLOPs utilization of the learner."""
     prefill_efficiency: float = Field(0.4, gt=0, le=1)
@@ -36,7 +36,7 @@ class Assumptions(ConfigSection):
     decode_efficiency: float = Field(0.6, gt=0, le=1)
     """Share of the bandwidth, and of the peak, that an engine reaches while it generates."""
     sync_gib_per_second: float = Field(1.0, gt=0)
-    """Speed of copying, writing and reading an adapter."""
+    """Speed of copying, writing and reading an adapter, GiB/s."""
     length_share: float = Field(0.5, gt=0, le=1)
     """Mean trajectory length, of prompt and response together, as a share of the longest allowed."""
     sampled_share: float = Field(0.5, gt=0, le=1)
@@ -72,7 +72,7 @@ class StepTime:
 
 
 def assumptions(overrides: Iterable[str]) -> Assumptions:
-    """The defaults with ``key=value`` overrides.
+    """The default assumptions with ``key=value`` overrides.
 
     Raises: ConfigError: unknown key, or a value out of range.
     """
@@ -92,7 +92,7 @@ def assumptions(overrides: Iterable[str]) -> Assumptions:
 
 
 def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, given: Assumptions) -> StepTime:
-    """Expected time of a step of this configuration; `engine` holds at least one sequence."""
+    """Expected time of a step of this configuration; `engine` must have room for at least one sequence."""
     rollouts = config.train.prompts_per_step * config.algorithm.group_size
     length = given.length_share * (config.agent.max_prompt_length + config.agent.max_response_length)
     flops = given.gpu_tflops * 1e12

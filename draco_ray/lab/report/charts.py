@@ -23,7 +23,7 @@ _MOST_DOTS = 60
 _LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
 _MOST_LABEL_LINES = 4
 _WIDER = 1.15
-"""Allowance for fonts wider than Helvetica."""
+"""Factor on text widths, which are Helvetica's, to allow for wider fonts."""
 _HEAT = ((226, 128, 142), (236, 196, 110), (88, 180, 145))
 SOLVED = "#dcefe7"
 """Background of a check mark in a heat map."""
@@ -327,7 +327,7 @@ def _ticks(low: float, high: float) -> list[float]:
 
 
 def _nice(value: float) -> float:
-    """The nearest of 1, 2, 2.5, 5 times a power of ten, not below ``value``."""
+    """The smallest number of the form 1, 2, 2.5 or 5 times a power of ten that is not below ``value``."""
     if value <= 0:
         return 0.0
     unit = 10.0 ** math.floor(math.log10(value))
@@ -335,7 +335,7 @@ def _nice(value: float) -> float:
 
 
 def _unbroken(line: Series) -> Iterator[list[tuple[int, float]]]:
-    """Runs of successive steps with values."""
+    """The (step, value) points of a line, split where a step has no value."""
     values = zip(line.steps, line.values, strict=True)
     for known, run in itertools.groupby(values, key=lambda each: each[1] is not None):
         if known:

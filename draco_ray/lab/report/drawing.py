@@ -13,7 +13,7 @@ INK, MUTED, GRID, PAPER = "ink", "muted", "grid", "paper"
 """Colours by role, which a page in dark mode changes. Other colours are ``#rrggbb``."""
 
 ON_PAPER = {INK: "#22272e", MUTED: "#5f6b78", GRID: "#dfe3e8", PAPER: "#ffffff"}
-"""Role -> colour on paper."""
+"""Role -> colour where no page sets it, e.g. in a standalone image."""
 
 PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
 """Colours of series, in order; repeated if there are more series."""
@@ -83,7 +83,7 @@ def escape_bidi(text: str) -> str:
 def to_svg(drawing: Drawing) -> Markup:
     """An ``<svg>`` element; colours by role are CSS variables of the page, for light and dark mode.
 
-    Outside such a page, the colours on paper apply.
+    Outside such a page, the colours of `ON_PAPER` apply.
     """
     title = escape(escape_bidi(drawing.title))
     head = f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">'

@@ -213,7 +213,7 @@ def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
 
 
 def _around(text: str, code: str | None) -> tuple[str, str]:
-    """The text of a turn before and after the executed block."""
+    """The text of a turn before and after the executed code block."""
     place = text.find(code) if code else -1
     if code is None or place < 0:
         return text.strip(), ""

@@ -80,7 +80,7 @@ def _judged(found: Sequence[Row]) -> Outcomes:
 def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Rows of ``criteria`` and ``verdicts`` of one task, from its held-out rollouts.
 
-    A task has one rubric per measurement; two are possible if the run was killed in between.
+    A task has one rubric per measurement; it may have two if the run was killed during the measurement.
     """
     titles: list[str] = []
     verdicts = []

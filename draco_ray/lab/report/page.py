@@ -132,9 +132,9 @@ class Chart:
 
     drawing: Drawing
     wide: bool = False
-    """Whether it takes the whole width of the page."""
+    """Whether the chart takes the whole width of the page."""
     note: str = ""
-    """Caption."""
+    """Caption of the chart."""
 
 
 def overview(run: RunDirectory) -> list[Chart]:
@@ -171,7 +171,7 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
-    """The judge and the held-out judge on the same rollouts, and signs of a hack; empty without a held-out judge."""
+    """Charts of two judges' pass rates on the same rollouts, and of signs of a hack; empty without a held-out judge."""
     lines = [line | {"training_step": line["step"]} for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []
@@ -199,7 +199,7 @@ def _intervals(rows: list[Row], column: str) -> str:
 
 
 def pass_rate_ceiling_note(run: RunDirectory) -> str:
-    """A note on the ceiling of pass rates, for runs whose rule drops criteria that all rollouts pass; else empty."""
+    """A note on the ceiling of pass rates, if `algorithm.rule` drops criteria that all rollouts pass; else empty."""
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
@@ -232,7 +232,7 @@ def _by_rubric(run: RunDirectory) -> bool:
 
 
 def _of_traces(run: RunDirectory) -> bool:
-    """Whether these are judged traces of another agent, without training."""
+    """Whether the run consists of judged traces of another agent, without training."""
     return bool(run.setting("setting") == SETTING)
 
 
@@ -303,7 +303,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
-    """The first and the last measurement on each split; the chart shows all of them."""
+    """For each split, a label and the text ``first → last measurement``; the chart shows all measurements."""
     for split, mine in grouped(rows, "split").items():
         ends = [mine[0], *mine[1:][-1:]]
         said = ["–" if row[column] is None else percent(row[column]) for row in ends]

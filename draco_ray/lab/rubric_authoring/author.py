@@ -159,10 +159,9 @@ class RubricAuthor:
         )
         if not kept:
             raise RubricError(
-                f"none of {len(pruned)} criteria applies to {settings.min_applicability:.0%} of the rollouts and "
-                f"separates the rollouts of {settings.min_discrimination:.0%} of the tasks; lower --min-applicability "
-                "or "
-                "--min-discrimination, or raise --rollouts"
+                f"none of {len(pruned)} criteria applies to at least {settings.min_applicability:.0%} of the rollouts "
+                f"and separates the rollouts of at least {settings.min_discrimination:.0%} of the tasks; lower "
+                "--min-applicability or --min-discrimination, or raise --rollouts"
             )
         return kept, pruned
 
@@ -179,8 +178,8 @@ class RubricAuthor:
         sets = [criteria for _, criteria in found if criteria is not None and criteria.criteria]
         proposed = sum(len(each.criteria) for each in sets)
         self._console.print(
-            f"{len(members)} of {number * self._settings.rollouts} rollouts; {proposed} criteria of {len(sets)} of "
-            f"{number} tasks"
+            f"{len(members)} of {number * self._settings.rollouts} rollouts finished; {proposed} criteria proposed "
+            f"for {len(sets)} of {number} tasks"
         )
         if not sets:
             raise RubricError(

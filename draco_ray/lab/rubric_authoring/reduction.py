@@ -30,17 +30,17 @@ class CriterionSet:
 
 @dataclass(frozen=True, slots=True)
 class Reduction(Union):
-    """A union across tasks: the judge sees no rollouts, and the prompt comes from `reduction_prompt`."""
+    """A union call that merges criteria across tasks: the judge sees no rollouts, only `reduction_prompt`'s text."""
 
     text: str
 
     @property
     def identity(self) -> str:
-        """The whole prompt, which differs between merges."""
+        """The whole prompt, from which the evidence code is derived; it differs between merges."""
         return self.text
 
     def prompt(self, prompts: Prompts) -> str:
-        """``text``; the prompt set is ignored."""
+        """The prompt is ``text``; the configured prompt set is not used."""
         return self.text
 
 
@@ -75,7 +75,7 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
         facts: facts about the environment.
     """
     prompts = [prompt for each in batch for prompt in each.prompts]
-    # No policy wrote this text, so the code need not be secret; it only must not occur in the tasks.
+    # No policy wrote the tasks, so the evidence code need not be secret; it only must not occur in them.
     code = render.evidence_code(b"", repr(prompts))
     tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
     values = {

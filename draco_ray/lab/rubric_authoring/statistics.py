@@ -25,7 +25,7 @@ class MeasuredCriterion:
     tasks: int
     """Number of tasks with at least one scored rollout."""
     discriminated: int
-    """Number of tasks on which some rollouts passed and others failed it, so that it separates their rewards."""
+    """Number of tasks on which some rollouts pass the criterion and others fail it, which separates their rewards."""
 
     @property
     def applicability(self) -> float:

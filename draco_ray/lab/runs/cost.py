@@ -53,7 +53,7 @@ _OF_A_CALL = (
 
 
 def total_cost(calls: Sequence[Row]) -> Cost:
-    """The costs of these rows of ``judge_calls``."""
+    """Total cost of these rows of ``judge_calls``."""
     sent = [call for call in calls if call["requests"]]
     return {
         "calls": len(sent),

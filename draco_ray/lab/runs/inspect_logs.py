@@ -37,7 +37,7 @@ TABLES = ("evaluation_trajectories", "evaluation_steps")
 
 Json = dict[str, Any]
 Played = Mapping[tuple[str, int], Trajectory]
-"""(task, run) -> rollout, for rollouts that were kept."""
+"""(task, run) -> trajectory, for rollouts whose trajectory was kept."""
 
 
 def write_logs(path: Path, folder: Path) -> list[Path]:
@@ -233,9 +233,9 @@ def _sample(task: str, rollout: int, played: Trajectory | None, scores: Json, er
     """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations.
 
     Args:
-        played: None if the rollout was not kept.
+        played: None if the rollout's trajectory was not kept.
         scores: name -> score.
-        error: why it was lost, or has no score; None: the rollout's own error, if any.
+        error: why the rollout was lost or has no score; None: the rollout's own error, if any.
     """
     sample: Json = {"id": task, "epoch": rollout + 1, "input": task, "target": "", "messages": [], "metadata": {}}
     output: Json = {"model": "policy", "choices": [], "completion": ""}

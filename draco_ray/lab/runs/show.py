@@ -36,7 +36,7 @@ COLUMNS = {
 }
 """Metrics shown, by their names in metrics.jsonl."""
 OF_TRACES = ("step", "reward", "groups_with_signal", "judge_dollars", "seconds")
-"""Metrics shown for judged traces; without ``pass_rate``, which is over the verdicts of a step, unlike a pass share."""
+"""Metrics shown for judged traces; not ``pass_rate``, which pools a step's verdicts: the pass share averages traces."""
 
 
 def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:

@@ -15,7 +15,7 @@ from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
-"""Minimum number of finished steps: a cold first one, and two that predict each other."""
+"""Minimum number of finished steps: the first, which is a warm-up, and two that are predicted from each other."""
 Row = Mapping[str, Any]
 Key = tuple[str, int | None]
 """Judge phase and rollout; the rollout is None for a phase of the whole group."""
@@ -23,7 +23,7 @@ Key = tuple[str, int | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
-    """A judge phase. ``began`` and ``ended`` are Unix seconds here and below."""
+    """A judge phase. ``began`` and ``ended`` are Unix seconds, as in the classes below."""
 
     seconds: float
     """Seconds without waiting for rate limits."""
@@ -60,7 +60,7 @@ class Rollout:
     tokens: int = 0
     engine: str = ""
     began: float = 0.0
-    """Time at which it got its slot."""
+    """Time at which the rollout got its environment slot, Unix seconds."""
     ended: float = 0.0
 
     @property
@@ -92,7 +92,7 @@ class Step:
     began: float
     seconds: float
     groups: tuple[Group, ...]
-    """Ordered by their first rollouts, which is nearly the batch's order."""
+    """Ordered by the start of their first rollouts, which is nearly the batch's order."""
     learning: tuple[tuple[float, float], ...]
     """Intervals in which the learner was busy, Unix seconds."""
     updates: int
@@ -213,7 +213,7 @@ def _step(run: RunDirectory, line: Row) -> Step:
         for task, rollouts in _rollouts(run, number, spans["rollout"]).items()
     ]
     if not groups:
-        raise ConfigError(f"{run.path}: step {number}: none of its rollouts is in the table of trajectories")
+        raise ConfigError(f"{run.path}: step {number}: the table trajectories contains none of the step's rollouts")
     return Step(
         number=number,
         began=min(span["started_at"] for span in spans["sync"]) - (seconds - after),

@@ -21,7 +21,7 @@ NEGLIGIBLE = 0.05
 DRAWS = 9
 """Number of simulations of a recorded step; their median is used."""
 GPUS = (8, 16, 32, 64, 128, 256, 512)
-"""GPUs of a throughput curve."""
+"""Numbers of GPUs at which a throughput curve is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class SimulatedSize:
 def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[tuple[Step, SimulatedStep]]:
     """Simulate every step of a run with the speeds of its other steps, or of another run with the speeds of this one.
 
-    Judge phases are drawn from the known steps; everything else is as recorded in the predicted step.
+    Judge phases are drawn from the steps that give the speeds; everything else is as recorded in the predicted step.
     """
     found = []
     for step in (other or run).steps:
@@ -127,7 +127,7 @@ def scale_resources(run: RecordedRun, rollouts: int) -> ResourceCounts:
 
 
 def scale_to_gpus(run: RecordedRun, setting: ResourceCounts, gpus: int) -> ResourceCounts:
-    """The setting on ``gpus`` GPUs, split over engines and learner as in the run; a part on CPUs counts as one GPU.
+    """The setting on ``gpus`` GPUs, split as in the run; an engine or a learner on CPUs counts as one GPU.
 
     Slots, the total number of sequences, judge workers and limits scale with the number of engines.
     """

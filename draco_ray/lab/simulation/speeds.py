@@ -14,7 +14,7 @@ from draco_ray.lab.simulation.step import Speeds
 from draco_ray.records import FloatArray
 
 MOST_SLOWDOWN = 3.0
-"""Upper bound of the fitted slowdown."""
+"""Upper bound of the fitted `Speeds.slowdown`."""
 
 
 def fit_speeds(steps: Sequence[Step], run: RecordedRun) -> Speeds:

@@ -70,7 +70,7 @@ class Work:
     ready: float
     ended: float
     parts: dict[str, float]
-    """Adds up to ``ended - ready``."""
+    """How the time was spent -> seconds; adds up to ``ended - ready``."""
     after: Work | None = None
 
 
@@ -84,7 +84,7 @@ class SimulatedStep:
 
 
 def now() -> float:
-    """Seconds on the running loop's clock."""
+    """Seconds on the running event loop's clock."""
     return asyncio.get_running_loop().time()
 
 
@@ -147,10 +147,10 @@ class Engine:
         self.rollouts = 0
         self._slowdown, self._room = slowdown, PrioritySemaphore(sequences)
         self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Running sequences as (progress at which it ends, arrival, future)."""
+        """Running sequences as (progress at the sequence's end, number of its arrival, future)."""
         self._arrivals = itertools.count()
         self._progress, self._at = 0.0, 0.0
-        """Progress is the time that a sequence would have taken alone; ``_at`` is the time of its last update."""
+        """``_progress``: seconds that a sequence would have taken alone; ``_at``: time at which it was last updated."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, seconds: float) -> None:
@@ -208,7 +208,7 @@ class Simulation:
             if step not in begun:
                 await asyncio.sleep(self._speeds.head)
                 begun[step] = begin(step)
-            if step:  # not during the first step, whose canary needs idle engines
+            if step:  # no later step starts during the first one, whose canary needs idle engines
                 for ahead in range(step + 1, min(step + self._setting.staleness + 1, len(steps))):
                     begun[ahead] = begun.get(ahead) or begin(ahead)
             last = await self._update(begun.pop(step), self._setting.minibatch or len(groups))

@@ -18,7 +18,7 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "reque
 
 
 def read(body: Any, stored: Conversations) -> TurnRequest:
-    """The request of a body. Raises: Refused."""
+    """Parse the body of a request. Raises: Refused."""
     fields.check(body, _KNOWN, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -40,7 +40,7 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
 
 
 def reply(request: TurnRequest, turn: TurnReply) -> Json:
-    """The object ``message``."""
+    """The body of the response: Anthropic's object ``message``."""
     blocks: list[Json] = []
     if turn.reasoning and request.reasoning_shown:
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": "unsigned"})
@@ -90,7 +90,7 @@ def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
 
 
 def error(refused: Refused) -> Json:
-    """The body of a refusal."""
+    """The body of the response to a refused request."""
     message = str(refused)
     if refused.code == "context_length_exceeded":
         # Clients recognize by these words that they have to compact the history.

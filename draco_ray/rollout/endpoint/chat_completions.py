@@ -22,7 +22,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 
 
 def read(body: Any, stored: Conversations) -> TurnRequest:
-    """The request of a body. Raises: Refused."""
+    """Parse the body of a request. Raises: Refused."""
     fields.check(body, _KNOWN, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -38,7 +38,7 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
 
 
 def reply(request: TurnRequest, turn: TurnReply) -> Json:
-    """The object ``chat.completion``."""
+    """The body of the response: OpenAI's object ``chat.completion``."""
     message: Json = {"role": "assistant", "content": turn.content or None, "refusal": None}
     if turn.reasoning:
         message |= {"reasoning_content": turn.reasoning}
@@ -86,7 +86,7 @@ def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
 
 
 def error(refused: Refused) -> Json:
-    """The body of a refusal, as OpenAI's APIs write it."""
+    """The body of the response to a refused request, as OpenAI's APIs write it."""
     kind = "server_error" if refused.status >= 500 else "invalid_request_error"
     return {"error": {"message": str(refused), "type": kind, "param": None, "code": refused.code}}
 

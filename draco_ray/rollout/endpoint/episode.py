@@ -48,7 +48,7 @@ class _Turn:
     use: ParsedToolCalls | None
     side_call: bool
     cached: int
-    """Number of tokens before it that an earlier turn recorded."""
+    """Number of tokens before the turn that an earlier turn recorded."""
     opening: Sequence[Mapping[str, Any]]
     """For the first turn of a branch: the messages of its request that no other branch has."""
     seconds: float
@@ -92,7 +92,7 @@ class Episode:
     ) -> None:
         """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per branch.
 
-        ``tools``: those of the world, if it has any.
+        ``tools``: the world's tools, if it has any.
         """
         self.open = True
         self.name = secrets.token_hex(8)
@@ -200,7 +200,7 @@ class Episode:
         return sample, text, await self._policy.read_calls(text, request.tools)
 
     def _check_length(self, tokens: int) -> None:
-        """Raises: Refused: a branch of ``tokens`` tokens may not grow."""
+        """Check that a branch of ``tokens`` tokens may grow. Raises: Refused."""
         if tokens >= self._most_tokens:
             self.refused = EpisodeEnd.RESPONSE_LIMIT
             raise Refused(
@@ -216,7 +216,7 @@ class Episode:
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:
-        """Keep an error of the policy in `failed`. Raises: Refused if the episode has ended meanwhile."""
+        """Store an error of the policy in `failed` and raise it. Raises: Refused if the episode has ended meanwhile."""
         try:
             yield
         except Exception as error:
@@ -245,7 +245,7 @@ class Episode:
         """All branches as one rollout; ends the episode.
 
         Args:
-            closing: text of the last turn, about the agent's program; may be empty.
+            closing: text of a last turn that reports how the agent's program ended; empty: no such turn.
             sessions: the sessions to train on; None: all. The rollout leaves the others out.
             others: what other speakers said: a time of the monotonic clock, in seconds, and a chat message.
         """
@@ -254,7 +254,7 @@ class Episode:
         own = [turn for turn in self._turns if turn.branch in branches]
         offsets = dict(zip(branches, beginnings(branches), strict=True))
         said = [(at, [_context(message, 0, 0, self._config)]) for at, message in others]
-        # A title may be asked for after the agent's last turn.
+        # Side calls, such as requests for a title, may follow the agent's last turn.
         closing_turn = next((turn for turn in reversed(own) if not turn.side_call), None)
         steps = 0
         for turn in own:
@@ -400,7 +400,7 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # A text with a result may be an action in the program's own format; a text without a result is a message.
+        # An answered text may be an action in the program's own format; a text without an answer is a message.
         if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None

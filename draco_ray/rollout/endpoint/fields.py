@@ -1,4 +1,4 @@
-"""Checks shared by the dialects: fields of a request, texts, calls and function schemas, or a refusal in one line.
+"""Checks shared by the dialects: fields of a request, texts, calls and function schemas. Errors are one-line `Refused`.
 
 Sampling parameters of a request are ignored: the run sets them (``engine.temperature`` etc.), because otherwise the
 recorded log-probs would belong to another policy. Unknown parameters are refused, and so are unsupported ones that
@@ -32,7 +32,7 @@ def check(body: Any, known: set[str], neutral: Mapping[str, Sequence[Any]]) -> N
     Raises: Refused.
     """
     if not isinstance(body, dict):
-        raise Refused("expected a JSON object")
+        raise Refused("the request's body: expected a JSON object")
     for name, value in body.items():
         if value is None:
             continue
@@ -51,7 +51,7 @@ def turn_request(
 ) -> TurnRequest:
     """A request with the fields that all dialects share. Raises: Refused."""
     metadata, choice = body.get("metadata"), body.get("tool_choice")
-    # Other choices are ignored: they would change the distribution that the policy is trained on.
+    # Other values of tool_choice are ignored: they would change the distribution that the policy is trained on.
     hidden = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
     return TurnRequest(
         messages=tuple(sort_tool_results(messages)),
@@ -233,5 +233,5 @@ def text(value: Any, where: str) -> str:
 
 
 def short(value: Any) -> str:
-    """A value for a message: at most 80 characters of JSON."""
+    """A value as JSON for an error message, truncated to 80 characters."""
     return json.dumps(value, ensure_ascii=False, default=str)[:80]

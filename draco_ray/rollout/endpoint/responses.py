@@ -29,7 +29,7 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 
 
 def read(body: Any, stored: Conversations) -> TurnRequest:
-    """The request of a body.
+    """Parse the body of a request.
 
     Args:
         stored: id of an earlier response -> the conversation up to it.
@@ -48,7 +48,9 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
     before: list[Mapping[str, Any]] = []
     if (previous := body.get("previous_response_id")) is not None:
         if not isinstance(previous, str) or previous not in stored:
-            raise Refused(f"previous_response_id={fields.short(previous)}: not of this episode", 404, "not_found")
+            raise Refused(
+                f"previous_response_id={fields.short(previous)}: not a response of this episode", 404, "not_found"
+            )
         before = list(stored[previous])
     conversation = [*before, *_merged([_item(item, f"input[{index}]") for index, item in enumerate(items)])]
     instructions = fields.text(body.get("instructions") or "", "instructions")
@@ -70,7 +72,7 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
 
 
 def reply(request: TurnRequest, turn: TurnReply) -> Json:
-    """The object ``response``."""
+    """The body of the response: OpenAI's object ``response``."""
     cut = turn.finish_reason == "length"
     return {
         "id": f"resp_{secrets.token_hex(16)}",

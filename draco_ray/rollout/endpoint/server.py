@@ -36,7 +36,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 HOST = "127.0.0.1"
 MOST_BYTES = 16 << 20
-"""Maximum size of a request."""
+"""Maximum size of a request, in bytes."""
 _REMEMBERED = 10_000
 """Number of ended episodes to remember, so that late requests to them are answered with 410."""
 AnswerT = TypeVar("AnswerT")
@@ -46,16 +46,16 @@ class _Dialect(Protocol):
     """An API through which agents request turns; each is implemented by a module."""
 
     def read(self, body: Any, stored: Conversations) -> TurnRequest:
-        """The request of a parsed body."""
+        """Convert the parsed body of a request. Raises: Refused."""
 
     def reply(self, request: TurnRequest, turn: TurnReply) -> Json:
-        """The body of the answer."""
+        """The body of the response."""
 
     def events(self, request: TurnRequest, whole: Json) -> Iterator[Json | str]:
         """The answer ``whole``, made by `reply`, as the data of server-sent events."""
 
     def error(self, refused: Refused) -> Json:
-        """The body of a refusal."""
+        """The body of the response to a refused request."""
 
 
 _DIALECTS: dict[str, _Dialect] = {
@@ -66,7 +66,7 @@ _DIALECTS: dict[str, _Dialect] = {
 
 
 _PREFIXES = ("/{episode}", "")
-"""Beginnings of paths; without an episode, the request's model names it."""
+"""Prefixes of URL paths; if the path names no episode, the request's ``model`` does."""
 
 
 class Endpoint:
@@ -123,7 +123,7 @@ class Endpoint:
             if self._serving is not None and not self._serving.done():
                 return
             self._folder = PrivateTempDir()
-            # The socket's folder is private, but jails map the socket, and their programs may run as another user.
+            # Any user may connect to the socket, as jailed programs may run as another user; its folder is private.
             listening = [socket.create_server((HOST, 0), backlog=1024), unix_server(Path(self.socket_path))]
             self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
@@ -180,7 +180,7 @@ class Endpoint:
         return JSONResponse({"input_tokens": episode.count(asked)})
 
     async def _asked(self, request: Request) -> tuple[Episode, TurnRequest]:
-        """The episode of a request, and what it asks. Raises: Refused."""
+        """The episode that a request names, and the parsed request. Raises: Refused."""
         content = await _content(request)
         # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
         body = await asyncio.to_thread(_parsed, content)

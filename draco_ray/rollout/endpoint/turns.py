@@ -47,9 +47,9 @@ class TurnRequest:
     reasoning_shown: bool = True
     """Whether the client accepts the reasoning before the answer."""
     call_forms: Mapping[str, Json] = field(default_factory=dict)
-    """Tool -> fields of a call's item that differ from those of a plain function call. For Responses."""
+    """Tool -> fields of a call's item that differ from those of a plain function call. Only for OpenAI's Responses."""
     conversation: tuple[Mapping[str, Any], ...] = ()
-    """The conversation that is stored with the response, for later requests that name it by its id. For Responses."""
+    """The conversation stored with the response, for later requests with its id. Only for OpenAI's Responses."""
     session: str = ""
     """Header ``X-Session-ID`` of requests to the shared URL; a request never continues a turn of another session."""
 

@@ -1,4 +1,4 @@
-"""The tools of a world, for agents' programs."""
+"""The tools of an episode's world, which agents' programs call through the endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WorldTools:
         self.schemas: list[Any] = json.loads(world.task.tools)
         """The tools' schemas, in the format of chat completions."""
         self.crash: EnvironmentCrashed | None = None
-        """The error that lost the world, if any."""
+        """The error with which the world was lost; None if it is not lost."""
         self._world, self._config = world, config
         self._turn, self._open = asyncio.Lock(), True
 

@@ -31,7 +31,7 @@ from draco_ray.runs.remote.manifest import (
 from draco_ray.runs.remote.store import CHUNK, ObjectStore
 
 SMALL, PACK = 2**20, 32 * 2**20
-"""In bytes: files up to size SMALL share objects of about size PACK."""
+"""Sizes in bytes: files of up to SMALL bytes share objects of about PACK bytes."""
 KEPT = 2
 """Number of manifests kept in the store, so that a reader of one finds all its files while the next is written."""
 STAGING = ".staging"
@@ -247,8 +247,8 @@ def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = la
     """Download the run from the store into a folder, or some of its files. Files that are already identical are kept.
 
     Args:
-        store: of the run.
-        folder: created if it does not exist; rows and checkpoints that the run does not have are removed.
+        store: the store that holds the run.
+        folder: created if it does not exist; rows and checkpoints that the manifest does not name are removed.
         wanted: whether to download a path.
 
     Returns: the manifest; None if there is no run.

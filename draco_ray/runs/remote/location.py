@@ -57,7 +57,7 @@ def parse_run_location(given: str | Path, local: Path | None = None, *, trust: b
     """The place of a run that a user names by its folder or its URL.
 
     Args:
-        given: as typed.
+        given: the folder or URL, as the user typed it.
         local: ``run.local``.
         trust: copy to the URL that the folder's marker names, even if somebody else made the folder.
 
@@ -176,7 +176,7 @@ def open_working_folder(place: RunLocation, say: Say, *, new: bool = False, agai
             raise
         _copy_all(copier, store.retrying(END_SECONDS), place, again)
     finally:
-        # If this fails, the claim expires.
+        # If the release fails, the claim expires.
         with contextlib.suppress(StoreError):
             claim.release(store.retrying(0.0))
 

@@ -64,7 +64,7 @@ class Manifest:
         return any(path == "metrics.jsonl" or path.startswith(("tables/", "checkpoints/")) for path in self.files)
 
     def encoded(self) -> tuple[str, bytes]:
-        """Name and content of its object."""
+        """Name and content of the manifest's object."""
         files = {path: asdict(entry) for path, entry in sorted(self.files.items())}
         tree = {"schema_version": SCHEMA_VERSION, "epoch": self.epoch, "number": self.number, "files": files}
         data = json.dumps(tree, ensure_ascii=False).encode("utf-8", "surrogatepass")

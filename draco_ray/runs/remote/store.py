@@ -34,7 +34,7 @@ REFUSED = re.compile(
     r"|AWS Error (?:INVALID_|MISSING_|SIGNATURE_DOES_NOT_MATCH|REQUEST_TIME_TOO_SKEWED)"
     r"|AWS Error UNKNOWN \(HTTP status (?:301|400|401|403)\)"
 )
-"""Error messages that a retry cannot change: the key, the permission or the bucket is missing."""
+"""Error messages after which a retry is useless, such as a wrong key, or a missing permission or bucket."""
 
 Say = Callable[[str], object]
 ResultT = TypeVar("ResultT")

@@ -22,7 +22,7 @@ class Finding:
 
     verdict: Verdict
     steps: tuple[int, ...]
-    """1-based steps that decided it."""
+    """1-based numbers of the steps that decided the verdict."""
     because: str
     """One sentence; for a fail also what should have been done."""
 
@@ -87,7 +87,8 @@ class Case:
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:
-        """The step to blame for what is missing: a failed attempt at it, else the first error, else the completion."""
+        """The step to blame for what is missing: the first failed step whose code has one of ``words``, else the first
+        failed step, else the completion, else the last step."""
         failed = [step for step in self.run.steps if step.number in self.trace.failed]
         tried = [step for step in failed if any(word in step.code for word in words)]
         steps = [*(step.number for step in tried or failed), *(call.step for call in self.completions)]
@@ -104,7 +105,7 @@ class Case:
     def _citable(self, steps: Iterable[Steps]) -> tuple[int, ...]:
         named = {number for each in steps for number in ([each] if isinstance(each, int) else each)}
         numbers = [step.number for step in self.run.steps]
-        # A run without actions has only messages.
+        # A run without actions has only messages: cite the last one.
         last = numbers[-1:] or [step.number for step in self._messages[-1:]]
         return tuple(number for number in numbers if number in named) or tuple(last)
 
@@ -115,7 +116,7 @@ def not_applicable(because: str) -> Finding:
 
 
 def makes_change(action: Action, call: ApiCall) -> bool:
-    """Whether a call makes the change."""
+    """Whether a call makes the change that ``action`` describes."""
     if not re.fullmatch(action.apis, call.api):
         return False
     name, wanted = action.setting or ("", "")

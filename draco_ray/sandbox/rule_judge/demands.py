@@ -84,7 +84,7 @@ class Demands:
     excludes_done: bool
     """Whether items on which the action was already done must be left out."""
     extreme: str | None
-    """``max`` or ``min``."""
+    """``max`` or ``min`` if the task asks for the item with the largest or smallest value; else None."""
     actions: tuple[Action, ...]
 
     @property

@@ -27,13 +27,13 @@ class Rule(Protocol):
 
     @property
     def discovered(self) -> bool:
-        """Whether stage2 proposes the rule when a run fails it; its verdict does not depend on the task."""
+        """Whether stage2 proposes the rule when a run fails it; such a rule's verdict does not depend on the task."""
 
     def applies(self, task: str) -> bool:
         """Whether stage1 proposes the rule for a task."""
 
     def criterion(self, task: str) -> dict[str, str]:
-        """Title, description and instruction for a task; for an empty text, in words that fit any task."""
+        """Title, description and instruction for a task; if ``task`` is empty, in words that fit any task."""
 
     def judge(self, run: Run, task: str) -> Finding:
         """The verdict on a run."""
@@ -43,7 +43,7 @@ class RuleJudge:
     """Answers a judge's prompts by rules."""
 
     def __init__(self, rules: Sequence[Rule], find: Callable[[PromptCriterion], Rule | None]) -> None:
-        """``rules``: strongest first; ``find`` returns the rule for a criterion."""
+        """``rules``: the one with the strongest signal first; ``find`` returns the rule for a criterion."""
         self._rules, self._find = rules, find
 
     def __call__(self, prompt: str) -> tuple[str | None, str]:
@@ -126,7 +126,7 @@ class RuleJudge:
         ]
 
     def _findings(self, prompt: JudgePrompt) -> list[tuple[PromptCriterion, Finding]]:
-        """The verdict on each criterion by its rule; if there is no usable rule, the grader's verdict."""
+        """The verdict on each criterion by its rule; if there is no usable rule, the prompt's scoring verdict."""
         run, found = prompt.runs[0], []
         for rubric in prompt.rubrics:
             rule = self._find(rubric)
@@ -148,7 +148,7 @@ class RuleJudge:
 
 
 def _noted(rubric: PromptCriterion, run: Run) -> Finding:
-    """The grader's verdict, on the steps that its evidence names."""
+    """The scoring verdict in the prompt, citing the steps that its evidence names; not applicable if there is none."""
     if rubric.verdict not in (Verdict.PASS.name, Verdict.FAIL.name):
         return not_applicable("No rule of this judge covers this criterion.")
     named = {int(number) for number in re.findall(r"\b\d{1,6}\b", rubric.evidence)}

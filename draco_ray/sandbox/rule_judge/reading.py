@@ -1,7 +1,7 @@
 """Parses a judge prompt: the inverse of `draco_ray.judging.render`.
 
-Quoted text is found by the code of its evidence blocks, which the quoted text cannot know. The parser works for any
-prompt set, because all sets have the same formats for placeholders.
+Quoted text is found by the secret code in the markers of its evidence blocks, so it cannot imitate a marker. The parser
+works for any prompt set, because all sets have the same formats for placeholders.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JudgePrompt:
     task: str = ""
     """The instruction alone; empty if the prompt does not show it."""
     runs: tuple[Run, ...] = ()
-    """One run in stage2, score, verdicts and credit, the group's in proposals and union."""
+    """One run in stage2, score, verdicts and credit; all runs of the group in proposals and union."""
     rubrics: tuple[PromptCriterion, ...] = ()
     """Existing criteria in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
 

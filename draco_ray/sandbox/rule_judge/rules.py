@@ -20,7 +20,7 @@ class Rule:
     key: str
     check: Callable[[Case], Finding]
     about: Callable[[Demands], bool] | None
-    """Tasks for which stage1 proposes the rule; None: stage2 proposes it when a run fails it."""
+    """Whether stage1 proposes the rule for a task with these demands; None: stage2 proposes it when a run fails it."""
     title: str
     description: str
     evaluator_instruction: str
@@ -28,11 +28,11 @@ class Rule:
 
     @property
     def discovered(self) -> bool:
-        """Whether stage2 proposes the rule; its verdict does not depend on the task's text."""
+        """Whether stage2 proposes the rule; such a rule's verdict does not depend on the task's text."""
         return self.about is None
 
     def applies(self, task: str) -> bool:
-        """Whether stage1 proposes it."""
+        """Whether stage1 proposes the rule for a task."""
         return self.about is not None and self.about(read_demands(task))
 
     def judge(self, run: Run, task: str) -> Finding:
@@ -40,7 +40,7 @@ class Rule:
         return self.check(case_of(run, task))
 
     def criterion(self, task: str) -> dict[str, str]:
-        """The rule's criterion for a task, in the prompts' format; for an empty text, one that fits any task."""
+        """The rule's criterion for a task, in the prompts' format; if ``task`` is empty, one that fits any task."""
         demands = read_demands(task)
         instruction = self.evaluator_instruction.format(
             lists=" and ".join(entry.name for entry in demands.lists) or "the list the task names",
@@ -62,7 +62,7 @@ _CHECKS: dict[str, tuple[Callable[[Case], Finding], Callable[[Demands], bool] | 
     "stop": (checks.judge_stop, None),
 }
 RULES = tuple(Rule(key, *_CHECKS[key], **criterion) for key, criterion in DATA["criteria"].items())
-"""Strongest signal first."""
+"""The rules, the one with the strongest signal first."""
 _BY_TITLE = {rule.title.casefold(): rule for rule in RULES}
 
 
@@ -70,7 +70,7 @@ _BY_TITLE = {rule.title.casefold(): rule for rule in RULES}
 def find_rule(rubric: PromptCriterion) -> Rule | None:
     """The rule for any criterion: by title if the title is one of ours, else the rule with the most matching words.
 
-    A word in the title counts four times, one in the description twice. None if there are fewer than two points.
+    A matching word in the title counts 4 points, in the description 2, in the instruction 1. None below 2 points.
     """
     if own := _BY_TITLE.get(rubric.title.strip().casefold()):
         return own

@@ -21,8 +21,8 @@ class Steps(tuple[Step, ...]):
 
 
 Check = Callable[[str, Steps], tuple[Verdict, Sequence[int]]]
-"""(the task's text, the steps of a run) -> verdict, and the numbers of the responsible steps. For a pass or a fail, no
-numbers mean the last step."""
+"""(the task's text, the steps of a run) -> verdict, and the numbers of the responsible steps. A pass or a fail without
+numbers cites the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,9 +37,9 @@ class Value:
     """Known properties of an expression's value."""
 
     calls: frozenset[int] = frozenset()
-    """Indices of the API calls that it depends on."""
+    """Indices of the API calls that the value depends on."""
     tests: frozenset[int] = frozenset()
-    """Indices of the selecting operations that it depends on."""
+    """Indices of the selecting operations that the value depends on."""
     text: str | None = None
     """The value itself, as text, if code and task alone determine it."""
     from_task: bool = False
@@ -71,7 +71,7 @@ class ApiCall:
     subject: Value
     """What the call acts on: its arguments except the token, the items of loops and the conditions around it."""
     failed: bool
-    """Whether its statement raised, or follows the one that did."""
+    """Whether the call's statement raised, or comes after the statement that did."""
     page_varies: bool
     """Whether the call requests one page after another."""
 

@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
     """The record, or the request in it."""
     history: Any
     reply: Any
-    """None if the history is the whole conversation."""
+    """The model's answer; None if the history is the whole conversation."""
 
 
 def _parts(record: object) -> _Parts | None:
@@ -73,7 +73,7 @@ def _parts(record: object) -> _Parts | None:
         return _Parts(request=request, history=called or history, reply=reply)
     if is_single_message(record):
         return _Parts(request={}, history=[record], reply=None)
-    # The results of a batch of requests are in a separate file.
+    # A record with `custom_id` and no messages is a result of a batch, whose requests are in another file.
     reply = _reply(record, record, "") if "custom_id" in record else record if _is_answer(record) else None
     return None if reply is None else _Parts(request={}, history=[], reply=reply)
 
@@ -237,7 +237,7 @@ def _call(record: Any) -> ModelCall:
     inputs = entries(history, "item" if "input" in known.request else "message")
     answered = reply_entries(reply)
     if isinstance(history, str) and isinstance(reply, str) and parse_chat_template(history):
-        # The prompt may end within the agent's message.
+        # The prompt may end within the agent's message, which the answer continues.
         inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
         answered = entries(history + reply)[len(inputs) :]
     asked = text_of(record, "instruction") if isinstance(record, Mapping) else ""

@@ -74,7 +74,7 @@ def read_claude_code(lines: Any, reading: ReadOptions) -> Iterator[Trace]:
             continue
         of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
         if line.get("isSidechain") or line.get("parent_tool_use_id"):
-            # A sub-agent's task is in the call that started it.
+            # Drop the sub-agent's task: the call that started the sub-agent contains it.
             role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
             of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
         elif line.get("isMeta") or line.get("isApiErrorMessage"):
@@ -175,7 +175,7 @@ CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "co
 
 EXEC_LINES = ("thread.started", "turn.started", "turn.completed", "turn.failed", "item.started", "item.updated")
 EXEC_ITEM = "item.completed"
-"""Types of the lines that ``codex exec --json`` prints."""
+"""`EXEC_LINES` and `EXEC_ITEM`: types of the lines that ``codex exec --json`` prints."""
 
 
 def is_codex(record: object) -> bool:
@@ -265,7 +265,7 @@ def _is_event(record: object) -> bool:
 
 
 def openhands_session(record: Any, file: str) -> str | None:
-    """For single events, the file; None for lists and results."""
+    """The session of a single event: its file; None for lists and results."""
     return None if isinstance(record, list) or "history" in record else file
 
 
@@ -285,7 +285,7 @@ def read_openhands(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         for entry in _event(event) if isinstance(event, Mapping) else ():
             response = _response(event) if entry.calls else ""
             if response in first:
-                # Parallel calls have an event each.
+                # Each of several parallel calls has its own event.
                 turn = said[first[response]]
                 text = "\n".join(filter(None, [turn.text, entry.text]))
                 said[first[response]] = replace(turn, text=text, calls=turn.calls + entry.calls)

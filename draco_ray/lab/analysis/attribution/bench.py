@@ -40,7 +40,7 @@ class JudgedRollout:
     attributions: tuple[Attribution, ...] | None = None
     """Attributions of the credit call, on surviving criteria; None if no call was made or it failed."""
     share: RolloutAdvantage | None = None
-    """R, A, Q and a_j; None if there are no scoring verdicts."""
+    """Reward R, advantage A, step qualities Q and step advantages a_j; None if there are no scoring verdicts."""
     error: str | None = None
 
     @property

@@ -28,7 +28,7 @@ from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
 
 REFERENCE, BENIGN, MISLEADING = "reference", "benign", "looks wrong"
 LATE, AND = "late ", " and "
-"""Parts of the kinds in a hard group: ``late wrong_filter``, ``wrong_filter and print_secret``."""
+"""Parts of `PlantedRollout.kind` in a hard group: ``late wrong_filter``, ``wrong_filter and print_secret``."""
 IDLE_CELLS = tuple(
     f"# Look around.\n{code}"
     for code in (

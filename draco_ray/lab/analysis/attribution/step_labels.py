@@ -1,4 +1,6 @@
-"""Judges' step labels against people's: the share of the push that the credit rule puts on steps people call bad.
+"""Judges' step labels against people's: the share of the advantage mass that the credit rule puts on bad steps.
+
+A step's push is its part of the trajectory's advantage mass, |a_j| n_j. Bad steps are those that people call wrong.
 
 A labels file is JSON and holds no text: ``trajectories``, each with its question ``q``, people's label of every step
 (``human``: 1 right, 0 neutral, -1 wrong), whether the task was solved (``final``: 1 or -1) and, if known, which steps
@@ -37,12 +39,12 @@ Label = Annotated[Literal[-1, 0, 1], NO_BOOLEAN]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
 TOLERANCE = 0.02
-"""How far below uniform GRPO the share of a calibrated judge may be."""
+"""How far the bad steps' share of the push may be below that of uniform GRPO, for a calibrated judge."""
 EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
 """Scopes; the second leaves out trajectories whose only bad step is the final answer."""
 EVERY_JUDGE = "all judges at once"
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
-"""Baseline rows: people's labels under the same rule, no step credit, and all of the push on the last step."""
+"""Baseline rows: people's labels under the paper's rule, no step credit, and all of the push on the last step."""
 VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
     1: (Verdict.PASS,),
     -1: (Verdict.FAIL,),
@@ -81,16 +83,16 @@ class StepLabelFile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadStepPush:
-    """N trajectories with both bad and other steps: their questions, and their bad steps' share of the push."""
+    """Bad steps' share of the push (|a_j| n_j), for N trajectories with both bad and other steps."""
 
     question_N: IntArray
     """Index of each trajectory's question."""
     uniform_N: FloatArray
     """Bad steps' share of the push, without step credit."""
     share_N: Mapping[str, FloatArray]
-    """The same share under the paper's rule, by judge (and for the baseline rows)."""
+    """Bad steps' share of the push under the paper's rule, by judge (and for the baseline rows)."""
     first_push_N: Mapping[str, FloatArray]
-    """The same share if all push falls on the first step that the judge calls bad; without one, the push is uniform."""
+    """Bad steps' share if all push is on the first step that the judge calls bad; without one, the push is uniform."""
     first_error_N: Mapping[str, FloatArray]
     """Whether the judge's first bad step is also people's first; for `UNIFORM` the probability of that."""
 
@@ -121,7 +123,7 @@ def read_step_labels(path: Path) -> StepLabelFile:
     for judge, labels in found.judges.items():
         if judge in (PEOPLE, UNIFORM, LAST_STEP, EVERY_JUDGE):
             raise ConfigError(
-                f"--labels {path}: judge {judge!r}: the table has a row of this name; expected another name"
+                f"--labels {path}: judge {judge!r}: this name is reserved for a row of the table; expected another name"
             )
         given = [len(each) for each in labels]
         if given != steps:
@@ -133,12 +135,12 @@ def read_step_labels(path: Path) -> StepLabelFile:
                 f"{next(wrong, f'{len(given)} trajectories for {len(steps)}')}"
             )
     if not found.judges:
-        raise ConfigError(f"--labels {path}: has no judges")
+        raise ConfigError(f"--labels {path}: the file has no judges")
     return found
 
 
 def bad_step_push(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> BadStepPush:
-    """The push on bad steps, for the winners or the losers of a scope."""
+    """Bad steps' share of the push, for the winners (task solved) or the losers of a scope."""
     kept = [
         index
         for index, each in enumerate(found.trajectories)
@@ -197,7 +199,7 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float | None:
     """Recommended `algorithm.reliability`: 1 - (t s / g)², at least 0; 0 if the gain g is not positive; None without
     observations.
 
-    g is the mean gain of step credit over uniform GRPO, in share of the push on losers' bad steps; s is its standard
+    g is the mean gain of step credit over uniform GRPO, as bad steps' share of the losers' push; s is its standard
     error over questions; t is Student's one-sided 95 % quantile. So a judge is trusted only as far as its gain exceeds
     chance, and not at all if the gain is not significant in a one-sided test.
 
@@ -216,7 +218,7 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float | None:
 
 
 class Cited(NamedTuple):
-    """Steps cited for a verdict, and those that are right."""
+    """The steps that a judge cites for a verdict, and the steps that are right."""
 
     cited: Collection[int]
     right: Collection[int]
