@@ -15,7 +15,7 @@ after which it no longer changes.
 
 The parts, in this order: `draco_ray.rollout.worker` and `draco_ray.rollout.turn_agent` play a rollout;
 `draco_ray.judging.judge` asks the questions of `draco_ray.judging.phases`; `draco_ray.algorithm.computer` applies
-`draco_ray.algorithm.group` and `draco_ray.algorithm.equations`; `draco_ray.training.trainer` feeds the learner,
+`draco_ray.algorithm.rules` and `draco_ray.algorithm.equations`; `draco_ray.training.trainer` feeds the learner,
 `draco_ray.learner.worker` with `draco_ray.learner.lora_learner` and `draco_ray.learner.loss`.
 """
 

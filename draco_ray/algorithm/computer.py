@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from draco_ray.algorithm.equations import mixed_verdicts, quality_spread, random_rewards
-from draco_ray.algorithm.group import (
-    CreditSkipReason,
-    group_advantages,
-    group_advantages_from_rewards,
-    training_samples,
-)
-from draco_ray.algorithm.rules import find_rule
+from draco_ray.algorithm.rules import CreditSkipReason, find_rule, group_advantages, group_advantages_from_rewards
 from draco_ray.records import (
+    GAP,
     Attribution,
+    BoolArray,
     GroupAdvantages,
     Judged,
+    RolloutAdvantage,
     ScoredCriterion,
     TrainingSample,
     Trajectory,
@@ -139,6 +136,64 @@ class AdvantageComputer:
         )
         tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}
         return samples, advantages, tokens, summary
+
+
+def training_samples(
+    trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool
+) -> list[TrainingSample]:
+    """Assign a rollout's step advantages to its tokens; each branch becomes a sample.
+
+    A rollout has one advantage A_i for all its branches, spread by n_j and Q_j over the steps of all of them.
+
+    With credit, a token of step j receives a_j and a gap token 0. This includes sampled gap tokens (of a turn that
+    nobody received) and holds even if a fallback made a_j uniform: the conserved total is that of the step tokens.
+    Without credit, and in a rollout without any step, every sampled token receives A_i, as in vanilla GRPO. In both
+    cases all sampled tokens are in the loss mask: they count in the token-mean and in the KL term.
+
+    Args:
+        trajectory: the rollout.
+        rollout_advantage: its share of the update.
+        credit: whether the run uses step credit, even if it failed on this rollout.
+    Raises: ValueError if the two belong to different rollouts, disagree in the number of steps, or a step holds a token
+        that was not sampled.
+    """
+    where = f"trajectory {trajectory.name} of {trajectory.group}"
+    if not len(trajectory.token_ids_T):
+        # The agent ended without a token: the rollout is judged, but there is nothing to train on.
+        return []
+    if rollout_advantage.rollout != trajectory.rollout:
+        raise ValueError(f"{where}: the advantages are those of rollout {rollout_advantage.rollout}")
+    in_step_T: BoolArray = trajectory.step_T != GAP
+    if (in_step_T & ~trajectory.sampled_T).any():
+        raise ValueError(f"{where}: a step contains a token that was not sampled")
+    advantage_M = rollout_advantage.step_advantage_M
+    if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max() >= len(advantage_M):
+        raise ValueError(f"{where}: has {len(trajectory.steps)} steps, but advantages for {len(advantage_M)}")
+    advantage_T = np.zeros(len(trajectory.token_ids_T), dtype=np.float32)
+    if credit and in_step_T.any():
+        advantage_T[in_step_T] = advantage_M[trajectory.step_T[in_step_T]]
+    else:
+        advantage_T[trajectory.sampled_T] = rollout_advantage.advantage
+    return [
+        TrainingSample(
+            group=trajectory.group,
+            task_id=trajectory.task_id,
+            rollout=trajectory.rollout,
+            policy_version=trajectory.policy_version,
+            token_ids_T=trajectory.token_ids_T[span],
+            loss_mask_T=trajectory.sampled_T[span],
+            advantage_T=advantage_T[span],
+            logprob_T=trajectory.logprob_T[span],
+            prompt_length=_unsampled(trajectory.sampled_T[span]) if branch else trajectory.prompt_length,
+            branch=branch,
+        )
+        for branch, span in enumerate(trajectory.branch_spans)
+    ]
+
+
+def _unsampled(sampled_T: BoolArray) -> int:
+    """Number of tokens before the first sampled one."""
+    return int(sampled_T.argmax()) if sampled_T.any() else len(sampled_T)
 
 
 def _attributions(judged: Judged[Any]) -> Sequence[Attribution] | None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from draco_ray.algorithm.group import CreditSkipReason, group_advantages
-from draco_ray.algorithm.rules import RULES, AdvantageRule, find_rule
+from draco_ray.algorithm.rules import RULES, AdvantageRule, CreditSkipReason, find_rule, group_advantages
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.records import Attribution, CreditFallback, Verdict

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from draco_ray.algorithm.computer import training_samples
 from draco_ray.algorithm.equations import (
     group_advantages_G,
     random_rewards,
@@ -21,13 +22,13 @@ from draco_ray.algorithm.equations import (
     surviving_criteria,
     unanimous_attributions,
 )
-from draco_ray.algorithm.group import (
+from draco_ray.algorithm.rules import (
+    AdvantageRule,
     CreditSkipReason,
+    Grpo,
     group_advantages,
     group_advantages_from_rewards,
-    training_samples,
 )
-from draco_ray.algorithm.rules import AdvantageRule, Grpo
 from draco_ray.records import Attribution, CreditFallback, EpisodeEnd, Message, Trajectory, Turn, Verdict
 
 verdict_arrays = hnp.arrays(
@@ -373,7 +374,7 @@ def test_a_step_token_that_was_not_sampled_is_refused() -> None:
 
 def test_the_algorithm_loads_neither_ray_nor_torch() -> None:
     code = (
-        "import sys, draco_ray.algorithm.group\n"
+        "import sys, draco_ray.algorithm.rules\n"
         "print([m for m in ('ray', 'torch', 'transformers', 'pyarrow', 'pydantic') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,8 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.algorithm.equations import STD_EPSILON
-from draco_ray.algorithm.group import CreditSkipReason, group_advantages
-from draco_ray.algorithm.rules import AdvantageRule
+from draco_ray.algorithm.rules import AdvantageRule, CreditSkipReason, group_advantages
 from draco_ray.cli import main
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.analysis.rules import apply_rule, replay_rules

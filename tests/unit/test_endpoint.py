@@ -12,8 +12,8 @@ import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseOutputText
 
-from draco_ray.algorithm.group import group_advantages_from_rewards, training_samples
-from draco_ray.algorithm.rules import find_rule
+from draco_ray.algorithm.computer import training_samples
+from draco_ray.algorithm.rules import find_rule, group_advantages_from_rewards
 from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.errors import EngineError
 from draco_ray.judging import render

@@ -9,8 +9,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.algorithm.group import group_advantages_from_rewards, training_samples
-from draco_ray.algorithm.rules import find_rule
+from draco_ray.algorithm.computer import training_samples
+from draco_ray.algorithm.rules import find_rule, group_advantages_from_rewards
 from draco_ray.config.schema import AgentConfig
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.endpoint.episode import Episode

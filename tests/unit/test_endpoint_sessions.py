@@ -9,8 +9,8 @@ import httpx
 import numpy as np
 import pytest
 
-from draco_ray.algorithm.group import group_advantages_from_rewards, training_samples
-from draco_ray.algorithm.rules import find_rule
+from draco_ray.algorithm.computer import training_samples
+from draco_ray.algorithm.rules import find_rule, group_advantages_from_rewards
 from draco_ray.records import EpisodeEnd
 from tests.support.endpoint_episode import END, TOOL, ServedEpisode, call, serve_episode
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.algorithm.group import CreditSkipReason
+from draco_ray.algorithm.rules import CreditSkipReason
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Attribution, BoolArray, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory, damaged

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from draco_ray.algorithm.equations import STD_EPSILON, quality_spread
-from draco_ray.algorithm.group import group_advantages
-from draco_ray.algorithm.rules import RULES, find_rule
+from draco_ray.algorithm.rules import RULES, find_rule, group_advantages
 from draco_ray.lab.analysis.credit import push_shares, signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.rows import collect_table, mean
