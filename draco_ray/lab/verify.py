@@ -469,7 +469,7 @@ class _Relearner:
         """
         groups = [resolve(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
-        self._worker.publish(version=step)
+        self._worker.weights(version=step)
         learned = update_metrics(update.updates)
         for name in ("valid_tokens", "updates", "grad_norm", *learned):
             if not _equal(learned[name], metrics.get(name), exact=True):
@@ -510,11 +510,11 @@ class _LocalLearner:
 
     async def remember_old_logprobs(self, group: Any) -> object:
         """See `GroupLearner`."""
-        return self._worker.remember(group)
+        return self._worker.remember_old_logprobs(group)
 
     async def step(self) -> UpdateMetrics:
         """See `GroupLearner`."""
-        return over_workers([self._worker.update()])
+        return over_workers([self._worker.step()])
 
 
 def _tensor_difference(recorded: Path, recomputed: Path) -> str:

@@ -90,15 +90,15 @@ class RayLoraLearner:
 
     async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
         """Store log-probs of a later minibatch's group, computed with the weights at the step's start."""
-        await self._submit_together("remember", group)
+        await self._submit_together("remember_old_logprobs", group)
 
     async def step(self) -> UpdateMetrics:
         """One optimizer update from everything accumulated."""
-        return over_workers(await self._submit("update"))
+        return over_workers(await self._submit("step"))
 
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """A reference to the current Adapter; groups that are accumulated later count as sampled with it."""
-        adapter, *_ = await self._submit("publish", version=version)
+        adapter, *_ = await self._submit("weights", version=version)
         return adapter
 
     async def checkpoint(self, directory: Path) -> None:

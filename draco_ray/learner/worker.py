@@ -55,7 +55,7 @@ class LearnerWorker:
     """One of ``workers`` replicas of the learner. All replicas get the same calls in the same order.
 
     Every worker sees all samples and assigns them to shards in the same way: each sample goes to the shard with the
-    fewest tokens since the last update. Only `update` synchronises the workers. With a sharded base, every pass does
+    fewest tokens since the last update. Only `step` synchronises the workers. With a sharded base, every pass does
     too, so samples may wait until every shard has as many micro-batches, at the latest until the update. Workers that
     share sequences (`learner.context_parallel`) have the same shard.
     """
@@ -81,7 +81,7 @@ class LearnerWorker:
         """Add the gradients of whole groups.
 
         Before the first update of a training step the importance ratio is 1, because the current policy sampled the
-        groups; after it, their old log-probs must have been computed with `remember`.
+        groups; after it, their old log-probs must have been computed with `remember_old_logprobs`.
 
         Raises: ValueError if they were not.
         """
@@ -99,7 +99,7 @@ class LearnerWorker:
         self._with_old.add(remembered, [self._remembered_by.pop(_key(sample)) for sample in remembered])
         self._run_accumulate()
 
-    def remember(self, *groups: Sequence[TrainingSample]) -> None:
+    def remember_old_logprobs(self, *groups: Sequence[TrainingSample]) -> None:
         """Compute and keep the old log-probs of groups of a later minibatch."""
         samples = [sample for group in groups for sample in group]
         shards = balance(map(trained_length, samples), self._remembered_loads)
@@ -107,7 +107,7 @@ class LearnerWorker:
         self._to_remember.add(samples, shards)
         self._run_remember()
 
-    def update(self) -> UpdateMetrics:
+    def step(self) -> UpdateMetrics:
         """One optimizer step from the accumulated gradients; `draco_ray.learner.base.over_workers` joins results."""
         self._run_remember(everything=True)
         self._run_accumulate(everything=True)
@@ -117,7 +117,7 @@ class LearnerWorker:
         self._learner.release_memory()
         return metrics
 
-    def publish(self, *, version: int) -> Adapter | None:
+    def weights(self, *, version: int) -> Adapter | None:
         """End the training step. Returns: the adapter with which later groups are sampled; None except on rank 0."""
         self._updated = False
         return self._learner.adapter(version) if self._rank == 0 else None

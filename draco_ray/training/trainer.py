@@ -80,7 +80,8 @@ async def streamed_update(
     whatever can be computed for the other groups before the first update is computed while waiting for it.
 
     Args:
-        learner: with the weights that sampled the groups.
+        learner: with the weights that sampled the groups; each call of ``ray_lora`` runs on every
+            `draco_ray.learner.worker.LearnerWorker`, in the same order.
         groups: each resolves to a reference to its samples, or None if the group failed; in the batch's order.
         minibatch_prompts: groups per update.
         pending: records when the learner is being waited for.
@@ -509,6 +510,7 @@ class Trainer:
     batches: BatchScheduler
     """The groups of each step."""
     learner: Learner
+    """Each call of ``ray_lora`` runs on every `draco_ray.learner.worker.LearnerWorker`, in the same order."""
     fleet: EngineFleet
     """The engines, which may share the learner's GPUs."""
     weights: WeightSync

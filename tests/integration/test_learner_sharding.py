@@ -160,17 +160,17 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
 
     def learned(group: list[TrainingSample]) -> UpdateMetrics:
         worker.accumulate(group)
-        return worker.update()
+        return worker.step()
 
     answers: dict[str, Any] = {
         "uneven": counted(worker.accumulate, uneven),
         "single": counted(worker.accumulate, single),
-        "remembered": counted(worker.remember, later),
-        "first": worker.update(),
+        "remembered": counted(worker.remember_old_logprobs, later),
+        "first": worker.step(),
         "second": learned(later),
         "logprobs": worker.token_logprobs(token_ids=range(30), adapter=True),
         "base": worker.token_logprobs(token_ids=range(30), adapter=False),
-        "adapter": worker.publish(version=1),
+        "adapter": worker.weights(version=1),
     }
     snapshot = worker.snapshot()
     if snapshot is not None:

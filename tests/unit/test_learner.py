@@ -467,11 +467,11 @@ def test_a_checkpoint_holds_the_weights_it_was_asked_for_whatever_is_learned_bef
     worker = make_worker(learner)
     for each in (worker, make_worker(apart)):
         each.accumulate(make_samples(seed=1))
-        each.update()
+        each.step()
     apart.save(tmp_path / "at-once")
     first = worker.snapshot()
     worker.accumulate(make_samples(seed=2))
-    worker.update()
+    worker.step()
     second = worker.snapshot()
     assert first is not None
     assert second is not None
@@ -619,7 +619,7 @@ def test_workers_share_every_sample_between_them(model: ModelConfig) -> None:
     workers = [make_worker(make_learner(model), rank, workers=3) for rank in range(3)]
     tokens = []
     for worker in workers:
-        for call in (worker.remember, worker.accumulate):
+        for call in (worker.remember_old_logprobs, worker.accumulate):
             for group in (samples[:4], samples[4:]):
                 call(group)
         tokens.append(worker._learner._sums["valid_tokens"])
@@ -646,13 +646,13 @@ def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: Mode
         added.append([learner._sums["samples"] for learner in learners])
         assert len({len(seen) for seen in passes}) == 1
     for worker in workers:
-        worker.remember(groups[3])
+        worker.remember_old_logprobs(groups[3])
     assert added[0] == [0, 0, 0]
     assert sum(added[-1]) == 6
     vectors: list[torch.Tensor] = []
     for learner, worker in zip(learners, workers, strict=True):
         learner._reduce = lambda flat: vectors.append(flat.clone())
-        worker.update()
+        worker.step()
     assert len({len(seen) for seen in passes}) == 1
     # A reference and a training pass for each of eight samples, a pass for each of six old log-probs: 22 over three.
     assert sum(map(len, passes)) <= 3 * 9
@@ -670,7 +670,7 @@ def test_sharded_workers_make_equally_many_passes_and_few_empty_ones(model: Mode
         worker.accumulate(groups[3])
     later = [learner._sums["samples"] for learner in learners]
     for worker in workers:
-        worker.update()
+        worker.step()
     assert sum(later) <= 6
     assert len({len(seen) for seen in passes}) == 1
 
@@ -697,16 +697,16 @@ def watched(function: Callable[..., Any], seen: list[int]) -> Callable[..., Any]
 def test_later_minibatches_use_the_old_logprobs_of_the_steps_start(model: ModelConfig, tmp_path: Path) -> None:
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.accumulate(samples[:4])
-    worker.remember(samples[4:])
-    assert worker.update().clip_fraction == 0
+    worker.remember_old_logprobs(samples[4:])
+    assert worker.step().clip_fraction == 0
     with pytest.raises(ValueError, match="in the middle of a training step"):
         worker.snapshot()
     worker.accumulate(samples[4:])
-    second = worker.update()
+    second = worker.step()
     assert second.clip_fraction > 0  # the first update, at this learning rate, moved the ratios out of the clip range
-    worker.publish(version=1)
+    worker.weights(version=1)
     worker.accumulate(samples[:4])
-    assert worker.update().clip_fraction == 0
+    assert worker.step().clip_fraction == 0
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0, 0.0])
@@ -720,7 +720,7 @@ def test_after_an_update_a_shared_gpu_gets_its_memory_back(
     worker = make_worker(learner)
     worker.accumulate(make_samples())
     assert seen == []
-    worker.update()
+    worker.step()
     given_back = [None] * len(learner.policy.parameters)
     assert seen == ([given_back] if share == 0.4 else [])
     # The canary's pass: the last before the engines wake, at the start as well.
@@ -731,7 +731,7 @@ def test_after_an_update_a_shared_gpu_gets_its_memory_back(
 def test_samples_that_were_not_remembered_are_refused_after_an_update(model: ModelConfig) -> None:
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.accumulate(samples[:4])
-    worker.update()
+    worker.step()
     with pytest.raises(ValueError, match=r"4 samples \(first: \('step0/t_1', 0, 0\)\) arrived after an update"):
         worker.accumulate(samples[4:])
 
@@ -742,11 +742,11 @@ def test_branches_of_one_rollout_are_remembered_each_for_itself(model: ModelConf
     updates = []
     for later in (samples[4:], branches):
         worker = make_worker(make_learner(model))
-        worker.remember(later)
+        worker.remember_old_logprobs(later)
         worker.accumulate(samples[:4])
-        worker.update()
+        worker.step()
         worker.accumulate(later)
-        updates.append(worker.update())
+        updates.append(worker.step())
     assert updates[0] == updates[1]
 
 
@@ -755,6 +755,6 @@ def test_rank_zero_speaks_for_all(model: ModelConfig) -> None:
     for rank in (0, 1):
         worker = make_worker(learner, rank, workers=2)
         canary = worker.token_logprobs(token_ids=(1, 2, 3), adapter=True)
-        adapter = worker.publish(version=3)
+        adapter = worker.weights(version=3)
         snapshot = worker.snapshot()
         assert (canary is None, adapter is None, snapshot is None) == (rank == 1,) * 3

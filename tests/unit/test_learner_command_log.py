@@ -32,7 +32,7 @@ class Writes:
 
 
 CANARY = Command("token_logprobs", options={"token_ids": (1, 2), "adapter": True})
-PUBLISH = Command("publish", options={"version": 1})
+WEIGHTS = Command("weights", options={"version": 1})
 
 
 async def submitted(log: CommandLog, command: Command | None) -> asyncio.Task[list[Any]]:
@@ -58,7 +58,7 @@ async def started(log: CommandLog) -> StartPosition:
 
 async def test_every_worker_gets_every_command_in_order() -> None:
     log = CommandLog(workers=2)
-    commands = (PUBLISH, CANARY, None)
+    commands = (WEIGHTS, CANARY, None)
     tasks = [await submitted(log, command) for command in commands]
     for rank in range(2):
         assert [await log.next(position) for position in range(3)] == list(commands)
@@ -78,7 +78,7 @@ async def test_a_worker_waits_for_the_next_command() -> None:
 
 async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
     log = CommandLog(workers=2, resume_from="first", max_failures=1)
-    await submitted(log, PUBLISH)
+    await submitted(log, WEIGHTS)
     saving = await asked_to_save(log, "second")
     await submitted(log, CANARY)
     for rank in range(2):

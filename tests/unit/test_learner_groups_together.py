@@ -60,13 +60,13 @@ async def test_each_group_is_sent_once_and_those_that_wait_are_sent_together(log
     assert not any(each.done() for each in others)
     log.done[1].set_result([None])
     await settle()
-    assert log.commands[2:] == [Command("remember", groups=("d",))]
+    assert log.commands[2:] == [Command("remember_old_logprobs", groups=("d",))]
     assert [each.done() for each in others] == [True, True, False]
     log.done[2].set_result([None])
     await asyncio.gather(*others)
     step = asyncio.create_task(learner.step())
     await settle()
-    assert log.commands[3:] == [Command("update")]
+    assert log.commands[3:] == [Command("step")]
     metrics = an_update(100, kl=0.0)
     log.done[3].set_result([metrics])
     assert await step == metrics

@@ -83,10 +83,10 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     class Worker:
         def __init__(self, *ignored: Any, **named: Any) -> None: ...
 
-        def update(self) -> None:
+        def step(self) -> None:
             assert killed.wait(60)
 
-    commands = [Command("update"), None]
+    commands = [Command("step"), None]
     log = SimpleNamespace(
         next=SimpleNamespace(remote=lambda position: commands[position]),
         finish=SimpleNamespace(remote=lambda *result: None),

@@ -42,11 +42,11 @@ class LocalLearner:
     async def remember_old_logprobs(self, group: Samples) -> None:
         self.asked.append(("remember", group[0].task_id))
         await asyncio.sleep(0)
-        self._worker.remember(group)
+        self._worker.remember_old_logprobs(group)
 
     async def step(self) -> UpdateMetrics:
         self.asked.append(("update", ""))
-        return self._worker.update()
+        return self._worker.step()
 
 
 @pytest.fixture(scope="module")
