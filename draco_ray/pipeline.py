@@ -84,7 +84,11 @@ class Pipeline:
 
     config: AlgorithmConfig
     rollouts: RolloutPool
+    """Its `run` plays on a `draco_ray.rollout.worker.RolloutWorkerActor`. A lost rollout is retried with another seed;
+    after the last retry the result's `member` is None."""
     judges: JudgePool
+    """Its `ask` runs `draco_ray.judging.judge.ask_phase` in a judge worker; if that worker hangs or is lost, in another
+    one."""
     advantages: Any
     """The advantage actor, a `draco_ray.algorithm.computer.AdvantageComputer`."""
     keep: Any
