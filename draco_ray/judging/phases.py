@@ -7,6 +7,8 @@ except ``score``, which is ``stage3`` there.
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,17 +20,19 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.reply import (
-    CriterionEntry,
+    MAX_TITLE_CHARACTERS,
     Entry,
     Integer,
     Parsed,
     Remark,
-    RubricEntry,
     ScoreValue,
+    Text,
+    Texts,
+    Title,
     VerdictName,
-    align,
-    parse_criteria,
+    integer,
     read_entries,
+    verdict_name,
 )
 from draco_ray.judging.shortening import most_candidates, shortened, shortened_prompt
 from draco_ray.judging.structured import JsonSchema, reply_schema
@@ -41,6 +45,7 @@ Rubric = tuple[Criterion, ...]
 Scores = tuple[ScoredCriterion, ...]
 Attributions = tuple[Attribution, ...]
 
+RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
 
 
@@ -147,6 +152,18 @@ class RolloutQuestion(Question[ValueT]):
             "task_input": render.task(self.trajectory.prompt, code),
             "agent_trajectory": render.agent_trajectory(self.trajectory, code),
         }
+
+
+class CriterionEntry(Entry):
+    """A criterion that the judge proposes or keeps."""
+
+    decides = ("title", "evaluator_instruction")
+    if_asked = ("trajectory_evidence", "grounding_references")
+    trajectory_evidence: Remark = ""
+    grounding_references: Texts = []
+    title: Title
+    description: Text
+    evaluator_instruction: Text
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +334,48 @@ class Union(GroupQuestion):
         return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
 
 
+def parse_criteria(
+    text: str, *, limit: int, source: str, taken: Sequence[Criterion] = (), least: int = 0, last: bool = False
+) -> Parsed[tuple[Criterion, ...]]:
+    """Read a list of proposed or merged criteria (phases stage1, stage2, union).
+
+    Args:
+        text: the reply.
+        limit: maximum number of criteria; the rest is left out with a note.
+        source: recorded with each criterion.
+        taken: criteria whose titles must not occur again; such entries are left out with a note.
+        least: minimum number of entries.
+        last: whether this is the last attempt.
+
+    Raises:
+        ReplyError: as `read_entries`, or fewer than ``least`` entries.
+    """
+    parsed = read_entries(text, CriterionEntry, last=last)
+    if len(parsed.value) < least:
+        raise ReplyError(f"{len(parsed.value)} criteria, expected at least {least}")
+    notes = list(parsed.notes)
+    titles = {_normal(criterion.title) for criterion in taken}
+    kept: list[Criterion] = []
+    for entry in parsed.value:
+        title = _normal(entry.title)
+        if not title or not entry.evaluator_instruction:
+            notes.append(f"left out a criterion without a title or an instruction: {entry.title!r}")
+        elif title in titles:
+            notes.append(f"left out a criterion whose title is already taken: {entry.title}")
+        else:
+            titles.add(title)
+            texts = entry.model_dump(include={"title", "description", "evaluator_instruction"})
+            kept.append(Criterion(**texts, source=source))
+    if len(kept) > limit:
+        notes.append(f"left out {len(kept) - limit} of {len(kept)} criteria: the limit is {limit}")
+    return Parsed(value=tuple(kept[:limit]), notes=tuple(notes))
+
+
+def _normal(title: str) -> str:
+    """A title without case, width, punctuation and spacing, for comparison."""
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", title[:MAX_TITLE_CHARACTERS]).casefold()))
+
+
 def _steps(value: object) -> object:
     """Convert one step, a text such as "1, 2", or null to a list of steps."""
     if value is None:
@@ -325,6 +384,39 @@ def _steps(value: object) -> object:
 
 
 Steps = Annotated[list[Integer], BeforeValidator(_steps)]
+
+
+class RubricEntry(Entry):
+    """An entry about a criterion of a given rubric; `align` determines which one."""
+
+    rubric_index: Integer | None = None
+    rubric_title: Annotated[Title, BeforeValidator(lambda value: "" if value is None else value)] = ""
+
+    @classmethod
+    def decided(cls, value: dict[str, Any]) -> bool:
+        """See `Entry`."""
+        return super().decided(value) or cls.complete(value)
+
+    @classmethod
+    def complete(cls, value: dict[str, Any]) -> bool:
+        """See `Entry`: whether the object names its criterion."""
+        return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
+
+    def contradictions(self, own: Verdict, *, last: bool) -> list[str]:
+        """Notes about further fields with a verdict that differs from ``own``, such as ``"final_score": -1``.
+
+        Raises:
+            ReplyError: there is one, unless ``last``.
+        """
+        found = []
+        for name, value in (self.model_extra or {}).items():
+            if "score" in name.lower() or "verdict" in name.lower():
+                said = Verdict.__members__.get(str(verdict_name(value)), integer(value))
+                if said in tuple(Verdict) and said != own:
+                    found.append(f"verdict {own.name} and {name[:60]} {str(value)[:60]} contradict each other")
+        if found and not last:
+            raise ReplyError(f"{self.rubric_title[:80]!r}: {found[0]}")
+        return found
 
 
 class ScoreEntry(RubricEntry):
@@ -443,6 +535,46 @@ def parse_scores(
         texts = {"evidence": entry.evidence, "justification": entry.justification}
         scores.append(ScoredCriterion(verdict=verdict, steps=steps, **texts))
     return Parsed(value=tuple(scores), notes=tuple(notes))
+
+
+def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[RubricEntryT], tuple[str, ...]]:
+    """The entry of each criterion, in the rubric's order, and notes.
+
+    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
+    If the indices are 1 .. K, with the titles in the rubric's order, they count from 1.
+
+    Raises:
+        ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
+    """
+    titles = [_normal(criterion.title) for criterion in rubric]
+    wanted = "; ".join(f"{index}: {criterion.title}" for index, criterion in enumerate(rubric))
+    wanted = f"answer exactly one entry for each of these, with rubric_index and rubric_title: {wanted}"
+    found: dict[int, RubricEntryT] = {}
+    nameless: list[RubricEntryT] = []
+    said = {(entry.rubric_index, _normal(entry.rubric_title)) for entry in entries}
+    first = 1 if said == set(enumerate(titles, start=1)) else 0
+    for place, entry in enumerate(entries):
+        named = [index for index, title in enumerate(titles) if title == _normal(entry.rubric_title)]
+        if entry.rubric_index is not None:
+            target = entry.rubric_index - first
+        elif named:
+            target = place if place in named else named[0]
+        else:
+            nameless.append(entry)
+            continue
+        if not 0 <= target < len(rubric):
+            raise ReplyError(f"rubric_index {target} does not exist; {wanted}")
+        if named and target not in named:
+            raise ReplyError(f"rubric_index {target} comes with the title of rubric_index {named[0]}; {wanted}")
+        if target in found:
+            raise ReplyError(f"rubric_index {target} is answered twice; {wanted}")
+        found[target] = entry
+    left = [index for index in range(len(rubric)) if index not in found]
+    if len(left) != len(nameless) or len(left) > 1:
+        raise ReplyError(f"rubric_index {', '.join(map(str, left))} is not answered; {wanted}")
+    found |= dict(zip(left, nameless, strict=True))
+    notes = [f"rubric_index {index} was the only one left for {found[index].rubric_title[:80]!r}" for index in left]
+    return [found[index] for index in range(len(rubric))], tuple(notes)
 
 
 def cited_steps(

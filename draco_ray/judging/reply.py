@@ -15,15 +15,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from draco_ray.errors import ReplyError
-from draco_ray.records import Criterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
 """Maximum length of a reply, in characters; longer ones are refused. 24 criteria with evidence take a tenth of it."""
@@ -52,7 +50,6 @@ _ENDED = {
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Start of an array of objects or an object; ``[3]`` in prose is a citation."""
 EntryT = TypeVar("EntryT", bound="Entry")
-RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
 
 
@@ -77,7 +74,7 @@ def _text(limit: int) -> BeforeValidator:
     return BeforeValidator(clean)
 
 
-def _integer(value: object) -> object:
+def integer(value: object) -> object:
     """An integer, also from "1" or 1.0; other values stay as they are."""
     text = value.strip(" \t\n\r") if isinstance(value, str) else ""
     if plain := re.fullmatch(r"(0|[+-]?[1-9][0-9]{0,5})(?:\.0{1,6})?", text):
@@ -92,7 +89,8 @@ def _remark(value: object) -> object:
     return "" if value is None else value
 
 
-def _verdict_name(value: object) -> object:
+def verdict_name(value: object) -> object:
+    """The name of a `Verdict`, also from "pass" or "N/A"; other values stay as they are."""
     name = re.sub(r"\W+", "_", value.strip(" \t\n*_`").upper()) if isinstance(value, str) else value
     return "NOT_APPLICABLE" if name in ("N_A", "NA") else name
 
@@ -101,9 +99,9 @@ Title = Annotated[str, _text(MAX_TITLE_CHARACTERS)]
 Text = Annotated[str, _text(MAX_TEXT_CHARACTERS)]
 Remark = Annotated[Text, BeforeValidator(_remark)]
 Texts = Annotated[list[Remark], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
-VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict_name)]
-Integer = Annotated[int, BeforeValidator(_integer), Field(strict=True)]
-ScoreValue = Annotated[Literal[-1, 0, 1], BeforeValidator(_integer)]
+VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(verdict_name)]
+Integer = Annotated[int, BeforeValidator(integer), Field(strict=True)]
+ScoreValue = Annotated[Literal[-1, 0, 1], BeforeValidator(integer)]
 
 
 class Entry(BaseModel):
@@ -124,51 +122,6 @@ class Entry(BaseModel):
     def complete(cls, value: dict[str, Any]) -> bool:
         """Whether an object counts as an entry even outside a list."""
         return all(name in value for name in cls.decides)
-
-
-class CriterionEntry(Entry):
-    """A criterion that the judge proposes or keeps."""
-
-    decides = ("title", "evaluator_instruction")
-    if_asked = ("trajectory_evidence", "grounding_references")
-    trajectory_evidence: Remark = ""
-    grounding_references: Texts = []
-    title: Title
-    description: Text
-    evaluator_instruction: Text
-
-
-class RubricEntry(Entry):
-    """An entry about a criterion of a given rubric; `align` determines which one."""
-
-    rubric_index: Integer | None = None
-    rubric_title: Annotated[Title, BeforeValidator(lambda value: "" if value is None else value)] = ""
-
-    @classmethod
-    def decided(cls, value: dict[str, Any]) -> bool:
-        """See `Entry`."""
-        return super().decided(value) or cls.complete(value)
-
-    @classmethod
-    def complete(cls, value: dict[str, Any]) -> bool:
-        """See `Entry`: whether the object names its criterion."""
-        return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
-
-    def contradictions(self, own: Verdict, *, last: bool) -> list[str]:
-        """Notes about further fields with a verdict that differs from ``own``, such as ``"final_score": -1``.
-
-        Raises:
-            ReplyError: there is one, unless ``last``.
-        """
-        found = []
-        for name, value in (self.model_extra or {}).items():
-            if "score" in name.lower() or "verdict" in name.lower():
-                said = Verdict.__members__.get(str(_verdict_name(value)), _integer(value))
-                if said in tuple(Verdict) and said != own:
-                    found.append(f"verdict {own.name} and {name[:60]} {str(value)[:60]} contradict each other")
-        if found and not last:
-            raise ReplyError(f"{self.rubric_title[:80]!r}: {found[0]}")
-        return found
 
 
 def check_finish(text: str, finish_reason: str) -> None:
@@ -272,83 +225,6 @@ def read_entries(
     return Parsed(value=answer, notes=(f"left out what stands beside the answer: {doubt}",) if doubt else ())
 
 
-def parse_criteria(
-    text: str, *, limit: int, source: str, taken: Sequence[Criterion] = (), least: int = 0, last: bool = False
-) -> Parsed[tuple[Criterion, ...]]:
-    """Read a list of proposed or merged criteria (phases stage1, stage2, union).
-
-    Args:
-        text: the reply.
-        limit: maximum number of criteria; the rest is left out with a note.
-        source: recorded with each criterion.
-        taken: criteria whose titles must not occur again; such entries are left out with a note.
-        least: minimum number of entries.
-        last: whether this is the last attempt.
-
-    Raises:
-        ReplyError: as `read_entries`, or fewer than ``least`` entries.
-    """
-    parsed = read_entries(text, CriterionEntry, last=last)
-    if len(parsed.value) < least:
-        raise ReplyError(f"{len(parsed.value)} criteria, expected at least {least}")
-    notes = list(parsed.notes)
-    titles = {_normal(criterion.title) for criterion in taken}
-    kept: list[Criterion] = []
-    for entry in parsed.value:
-        title = _normal(entry.title)
-        if not title or not entry.evaluator_instruction:
-            notes.append(f"left out a criterion without a title or an instruction: {entry.title!r}")
-        elif title in titles:
-            notes.append(f"left out a criterion whose title is already taken: {entry.title}")
-        else:
-            titles.add(title)
-            texts = entry.model_dump(include={"title", "description", "evaluator_instruction"})
-            kept.append(Criterion(**texts, source=source))
-    if len(kept) > limit:
-        notes.append(f"left out {len(kept) - limit} of {len(kept)} criteria: the limit is {limit}")
-    return Parsed(value=tuple(kept[:limit]), notes=tuple(notes))
-
-
-def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[RubricEntryT], tuple[str, ...]]:
-    """The entry of each criterion, in the rubric's order, and notes.
-
-    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
-    If the indices are 1 .. K, with the titles in the rubric's order, they count from 1.
-
-    Raises:
-        ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
-    """
-    titles = [_normal(criterion.title) for criterion in rubric]
-    wanted = "; ".join(f"{index}: {criterion.title}" for index, criterion in enumerate(rubric))
-    wanted = f"answer exactly one entry for each of these, with rubric_index and rubric_title: {wanted}"
-    found: dict[int, RubricEntryT] = {}
-    nameless: list[RubricEntryT] = []
-    said = {(entry.rubric_index, _normal(entry.rubric_title)) for entry in entries}
-    first = 1 if said == set(enumerate(titles, start=1)) else 0
-    for place, entry in enumerate(entries):
-        named = [index for index, title in enumerate(titles) if title == _normal(entry.rubric_title)]
-        if entry.rubric_index is not None:
-            target = entry.rubric_index - first
-        elif named:
-            target = place if place in named else named[0]
-        else:
-            nameless.append(entry)
-            continue
-        if not 0 <= target < len(rubric):
-            raise ReplyError(f"rubric_index {target} does not exist; {wanted}")
-        if named and target not in named:
-            raise ReplyError(f"rubric_index {target} comes with the title of rubric_index {named[0]}; {wanted}")
-        if target in found:
-            raise ReplyError(f"rubric_index {target} is answered twice; {wanted}")
-        found[target] = entry
-    left = [index for index in range(len(rubric)) if index not in found]
-    if len(left) != len(nameless) or len(left) > 1:
-        raise ReplyError(f"rubric_index {', '.join(map(str, left))} is not answered; {wanted}")
-    found |= dict(zip(left, nameless, strict=True))
-    notes = [f"rubric_index {index} was the only one left for {found[index].rubric_title[:80]!r}" for index in left]
-    return [found[index] for index in range(len(rubric))], tuple(notes)
-
-
 def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     """The complete JSON values of a text (None for one inside reasoning), the texts before, between and after them, and
     the last parsing error."""
@@ -430,8 +306,3 @@ def _entry(kind: type[EntryT], value: dict[str, Any], where: str = "") -> EntryT
         name = ".".join(str(part) for part in problem["loc"])
         found = "" if problem["type"] == "missing" else f", found {str(problem['input'])[:60]!r}"
         raise ReplyError(f"{where}field {name}: {problem['msg']}{found}") from None
-
-
-def _normal(title: str) -> str:
-    """A title without case, width, punctuation and spacing, for comparison."""
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", title[:MAX_TITLE_CHARACTERS]).casefold()))

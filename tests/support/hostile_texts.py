@@ -15,9 +15,8 @@ from pathlib import Path
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases import Credit, Score, Stage1, parse_attributions, parse_scores
+from draco_ray.judging.phases import Credit, Score, Stage1, parse_attributions, parse_criteria, parse_scores
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.reply import parse_criteria
 from draco_ray.records import Criterion, Message
 from draco_ray.rollout.code_block import cut_output, extract_code
 from draco_ray.sandbox.rule_judge.answering import answer

@@ -15,8 +15,7 @@ from collections import Counter
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.phases import parse_attributions, parse_scores
-from draco_ray.judging.reply import parse_criteria
+from draco_ray.judging.phases import parse_attributions, parse_criteria, parse_scores
 from draco_ray.records import Criterion
 from tests.support.meant_replies import ADVERSARIES, HONEST, STEPS, Meaning, drawn
 

@@ -15,6 +15,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import (
     Credit,
+    CriterionEntry,
     Question,
     Score,
     ScoreEntry,
@@ -22,16 +23,15 @@ from draco_ray.judging.phases import (
     Stage2,
     Union,
     parse_attributions,
+    parse_criteria,
     parse_scores,
 )
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import (
     MAX_REPLY_CHARACTERS,
     MAX_TEXT_CHARACTERS,
-    CriterionEntry,
     check_finish,
     extract_tagged_answer,
-    parse_criteria,
     read_entries,
 )
 from draco_ray.records import Criterion, Verdict

@@ -15,9 +15,8 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.example import EXAMPLES
-from draco_ray.judging.phases import PHASES, AttributionEntry, credit_schema
+from draco_ray.judging.phases import PHASES, AttributionEntry, CriterionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.reply import CriterionEntry
 from draco_ray.judging.structured import reply_schema
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]

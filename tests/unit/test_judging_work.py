@@ -10,8 +10,7 @@ from collections.abc import Callable
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.phases import parse_attributions, parse_scores
-from draco_ray.judging.reply import parse_criteria
+from draco_ray.judging.phases import parse_attributions, parse_criteria, parse_scores
 from draco_ray.records import Criterion
 from tests.support import hostile_texts
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases import parse_criteria
 from draco_ray.judging.prompts import load_prompts, load_static_rubric
-from draco_ray.judging.reply import parse_criteria
 from draco_ray.lab.analysis.judges import RuleCompleter
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,

@@ -29,8 +29,7 @@ from draco_ray.algorithm.equations import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
-from draco_ray.judging.reply import parse_criteria
+from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing
 from draco_ray.lab.analysis.replay import ask_once, first_prompt, phase_calls
