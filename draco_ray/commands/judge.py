@@ -20,8 +20,8 @@ from draco_ray.judging.endpoint import describe_judge
 from draco_ray.judging.outage import format_duration
 from draco_ray.judging.panel import member_config
 from draco_ray.judging.pricing import known_price
+from draco_ray.judging.prompt_fitter import BYTES_PER_TOKEN
 from draco_ray.judging.reply_cache import FILE, read_cost_ledger, release_unanswered
-from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleCompleter, configured_rules, configures_judge
 from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report

@@ -1,18 +1,12 @@
-"""Token estimates, parameters that models refuse, and LiteLLM's table of model limits, read without network access.
-
-Tokens are estimated from the length in bytes, at first as one per three bytes. The rate is learned from the usage that
-providers report.
-"""
+"""LiteLLM's tables: parameters that models refuse, and limits and prices of models, read without network access."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-import itertools
 import json
 import logging
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -96,67 +90,3 @@ def _table() -> dict[str, dict[str, Any]]:
     folder = Path(spec.origin or "").parent if spec else Path()
     file = folder / "model_prices_and_context_window_backup.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-
-
-BYTES_PER_TOKEN = 3
-"""Bytes per token assumed before a provider reports usage: fewer than is usual for English, Chinese or JSON, but more
-than for hexadecimal digits and base64."""
-MAX_BYTES_PER_TOKEN = 16
-"""Largest plausible number of bytes per token: a provider that reports fewer tokens has not counted the prompt."""
-MARGIN = 1.05
-"""Safety factor on the reported rate, because texts differ."""
-LEARNED_BYTES = 20_000
-"""A text of this length or more sets the rate at once; a shorter one changes it in proportion."""
-SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
-"""Largest fraction that each further attempt keeps of a too long prompt: 9 % after six attempts."""
-CLOSE = 2.5
-"""A number in an error counts the prompt's tokens if it differs from the estimate by less than this factor."""
-_TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request|entity|payload|input) too large", re.I)
-_NUMBER = re.compile(r"(?<![\w.:=-])\d[\d,]{2,12}(?![\w:-])")
-
-
-def update_tokens_per_byte(rate: float, size: int, tokens: int) -> float:
-    """Tokens per byte after a provider reported ``tokens`` for a text; ``rate`` if that number is implausible.
-
-    Args:
-        rate: tokens per byte so far.
-        size: length of the text in bytes.
-        tokens: number that the provider reported.
-    """
-    if not size / MAX_BYTES_PER_TOKEN <= tokens < size:
-        return rate
-    ratio = MARGIN * tokens / (size * rate)
-    # Keep the rate between 0.2 tokens per byte (easy prose) and 1.
-    return min(max(rate * ratio ** min(1.0, size / LEARNED_BYTES), 0.2), 1.0)
-
-
-def is_too_long(error: str, estimate: float) -> bool:
-    """Whether an error says that a prompt of about ``estimate`` tokens is too long.
-
-    LiteLLM names the errors of most providers. Others are recognised by the usual words, or by two numbers: a count
-    close to the estimate, and a limit below it.
-    """
-    named = "ContextWindowExceededError" in error or _TOO_LONG.search(error) is not None
-    # An error about the length of the reply names its parameter.
-    return named or (estimate > 1000 and "max_" not in error and _stated(error, estimate) < 1)
-
-
-def part_to_keep(error: str, estimate: float, tries: int) -> float:
-    """The fraction to keep of a prompt that was too long, 0 to 1.
-
-    Args:
-        error: the provider's error.
-        estimate: estimated tokens of the prompt.
-        tries: how often the prompt was shortened before.
-    """
-    return min(0.97 * _stated(error, estimate), SHORTER[tries])
-
-
-def _stated(error: str, estimate: float) -> float:
-    """The limit that an error states, as a fraction of the stated count; 1 if it does not state both."""
-    stated = {int(each.replace(",", "")) for each in _NUMBER.findall(error)}
-    # Some providers state prompt, reply and their sum; ignore the sum.
-    numbers = sorted(stated - {sum(pair) for pair in itertools.combinations(stated, 2)})
-    counts = [each for each in numbers if estimate / CLOSE < each < estimate * CLOSE]
-    limits = [each for each in numbers if counts and counts[-1] / 10 < each < counts[-1]]
-    return limits[-1] / counts[-1] if limits else 1.0

@@ -36,9 +36,10 @@ from draco_ray.judging.limiter import Limiter, LimiterQueue
 from draco_ray.judging.outage import JudgeHealth
 from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.pricing import check_budget
+from draco_ray.judging.prompt_fitter import BYTES_PER_TOKEN
 from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
 from draco_ray.judging.reply_cache import CostLedger, ReplyCache, read_cost_ledger
-from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
+from draco_ray.judging.tokens import model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Ask, GroupJudgement, JudgeOf, environment_facts, judge_group
 from draco_ray.traces.judging_run import SETTING, JudgingRun

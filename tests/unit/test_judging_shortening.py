@@ -11,9 +11,10 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.judge import CallContext, Judge, PromptFitter, phase_summary
+from draco_ray.judging.judge import CallContext, Judge, phase_summary
 from draco_ray.judging.judge_context import judge_context_length, max_judge_prompt_tokens
 from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
+from draco_ray.judging.prompt_fitter import PromptFitter
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shortened_prompt
 from draco_ray.records import Message, Trajectory

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, part_to_keep, update_tokens_per_byte
+from draco_ray.judging.prompt_fitter import BYTES_PER_TOKEN, SHORTER, is_too_long, part_to_keep, update_tokens_per_byte
 from tests.support.token_counts import count_tokens
 
 ENGLISH = "The agent looked for a free room on Friday, found none, and asked the user for another day. " * 400
