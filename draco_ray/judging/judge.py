@@ -26,9 +26,8 @@ from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases import Phase, Proposals, Question, Rubric, Score, Verdicts
 from draco_ray.judging.prompt_fitter import FittedPrompt, PromptFitter
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.reply import Parsed, check_finish, extract_tagged_answer
+from draco_ray.judging.reply import Parsed, check_finish, extract_tagged_answer, tag_of
 from draco_ray.judging.shortening import cut
-from draco_ray.judging.structured import tag_of
 from draco_ray.records import JudgeCall, Judged, Message, Verdict
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers.local import resolve

@@ -23,6 +23,7 @@ from draco_ray.judging.reply import (
     MAX_TITLE_CHARACTERS,
     Entry,
     Integer,
+    JsonSchema,
     Parsed,
     Remark,
     ScoreValue,
@@ -32,10 +33,10 @@ from draco_ray.judging.reply import (
     VerdictName,
     integer,
     read_entries,
+    reply_schema,
     verdict_name,
 )
 from draco_ray.judging.shortening import most_candidates, shortened, shortened_prompt
-from draco_ray.judging.structured import JsonSchema, reply_schema
 from draco_ray.records import Attribution, Criterion, Message, ScoredCriterion, Trajectory, Verdict
 
 if TYPE_CHECKING:

@@ -17,9 +17,8 @@ from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score, Verdicts
 from draco_ray.judging.render import evidence_code
-from draco_ray.judging.reply import ENTRIES
+from draco_ray.judging.reply import ENTRIES, with_tag
 from draco_ray.judging.reply_cache import RESTORE
-from draco_ray.judging.structured import with_tag
 from draco_ray.records import Criterion
 
 FACTS = "environment_facts"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from draco_ray.judging.structured import tag_of
+from draco_ray.judging.reply import tag_of
 
 CHEAPEST: dict[str, object] = {
     "title": "Books the cheapest flight",

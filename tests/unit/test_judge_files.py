@@ -22,8 +22,8 @@ from draco_ray.judging import file_judge
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import member_config
+from draco_ray.judging.reply import with_tag
 from draco_ray.judging.reply_cache import FILE, ReplyCache, read_cost_ledger
-from draco_ray.judging.structured import with_tag
 from draco_ray.records import Message
 from draco_ray.traces.library import open_judge, plan
 from tests.conftest import REPOSITORY

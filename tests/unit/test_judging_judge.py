@@ -21,9 +21,9 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union, combine_votes
 from draco_ray.judging.prompts import KEY_FILE, load_prompts
+from draco_ray.judging.reply import tag_of
 from draco_ray.judging.reply_cache import FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient
-from draco_ray.judging.structured import tag_of
 from draco_ray.records import EpisodeEnd, OriginalCost, ScoredCriterion, Verdict
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 

@@ -23,7 +23,7 @@ from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import PHASES, Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, render_phase
 from draco_ray.judging.render import escape, json_text, unescape
-from draco_ray.judging.structured import with_tag
+from draco_ray.judging.reply import with_tag
 from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"

@@ -17,7 +17,7 @@ from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.example import EXAMPLES
 from draco_ray.judging.phases import PHASES, AttributionEntry, CriterionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.structured import reply_schema
+from draco_ray.judging.reply import reply_schema
 
 SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-cache-friendly"))]
 

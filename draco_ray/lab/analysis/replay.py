@@ -18,8 +18,7 @@ from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging import render
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.phases import Credit, Score, credit_schema, parse_attributions, parse_scores, score_schema
-from draco_ray.judging.reply import check_finish
-from draco_ray.judging.structured import JsonSchema
+from draco_ray.judging.reply import JsonSchema, check_finish
 from draco_ray.lab.analysis.agreement import (
     COUNTS,
     RATES,

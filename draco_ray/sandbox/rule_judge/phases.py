@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
-from draco_ray.judging.structured import tag_of
+from draco_ray.judging.reply import tag_of
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
 from draco_ray.sandbox.rule_judge.reading import (
