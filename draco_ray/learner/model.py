@@ -16,6 +16,15 @@ inner activations. Autograd sees the adapter's product, with the backward pass o
 output is added afterwards, so that recomputing a checkpointed decoder layer can skip its last product. Both are rounded
 to the model's dtype before they are added, as in vLLM's kernels: rounding only their sum would give a policy other than
 the one that sampled.
+
+Log-probs: the full logits of one 28,672-token trajectory and a vocabulary of 248,320 would take 28.5 GB in float32, so
+the LM head and the log-softmax run over chunks of tokens. The head is frozen, so the gradient of a token's log-prob
+with respect to its hidden state does not depend on the loss:
+
+    d log p(y) / d h = W[y] - sum_v p(v) W[v].
+
+It is computed from the chunk's logits in the forward pass and saved instead of the hidden state; the backward pass
+multiplies it by the incoming gradient and recomputes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +55,6 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_config import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError, first_line
 from draco_ray.learner.context_parallel import ContextParallelGroup
-from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
 from draco_ray.learner.pointwise import fuse
 from draco_ray.learner.segments import UnsupportedLayer, install_attention
@@ -277,6 +285,111 @@ class _Adapter(torch.autograd.Function):
         a_slope_RI = (inner_slope_NR.T @ x.flatten(0, -2)).to(a_RI.dtype)
         b_slope_OR = (slope_NO.T @ inner_NR).to(b_OR.dtype).mul_(ctx.scaling)
         return x_slope, None, None, a_slope_RI, b_slope_OR, None
+
+
+def token_logprobs(
+    hidden_VH: Tensor,
+    head: torch.nn.Linear,
+    target_V: Tensor,
+    *,
+    chunk_tokens: int,
+    entropy_gradient: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target token, and the entropy of the distribution it was drawn from.
+
+    Args:
+        hidden_VH: last hidden states at the V positions that predict a target.
+        head: the frozen LM head; its weight receives no gradient.
+        target_V: token ids.
+        chunk_tokens: number of positions whose logits exist at the same time.
+        entropy_gradient: whether the entropy needs a gradient.
+    Returns: logprob_V and entropy_V, nats, in float32 (float64 for hidden states in float64); once differentiable with
+            respect to ``hidden_VH``.
+    """
+    logprob_V, entropy_V = _ChunkedLogprobs.apply(
+        hidden_VH, head.weight, head.bias, target_V, chunk_tokens, entropy_gradient
+    )
+    return logprob_V, entropy_V
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_VH: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target_V: Tensor,
+        chunk_tokens: int,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        tokens = len(target_V)
+        precision = torch.promote_types(hidden_VH.dtype, torch.float32)
+        logprob_V = torch.empty(tokens, dtype=precision, device=hidden_VH.device)
+        entropy_V = torch.empty_like(logprob_V)
+        needs_gradient = ctx.needs_input_grad[0]
+        logprob_slope_VH = torch.empty_like(hidden_VH) if needs_gradient else None
+        entropy_slope_VH = torch.empty_like(hidden_VH) if needs_gradient and entropy_gradient else None
+        for start in range(0, tokens, chunk_tokens):
+            chunk = slice(start, start + chunk_tokens)
+            logprob_V[chunk], entropy_V[chunk], logprob_slope, entropy_slope = _chunk_logprobs(
+                hidden_VH[chunk], weight, bias, target_V[chunk], needs_gradient, needs_gradient and entropy_gradient
+            )
+            if logprob_slope_VH is not None and logprob_slope is not None:
+                logprob_slope_VH[chunk] = logprob_slope
+            if entropy_slope_VH is not None and entropy_slope is not None:
+                entropy_slope_VH[chunk] = entropy_slope
+        ctx.save_for_backward(logprob_slope_VH, entropy_slope_VH)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_V)
+        return logprob_V, entropy_V
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logprob_gradient_V, entropy_gradient_V = gradients
+        logprob_slope_VH, entropy_slope_VH = ctx.saved_tensors
+        gradient_VH = logprob_slope_VH * logprob_gradient_V[:, None].to(logprob_slope_VH.dtype)
+        if entropy_slope_VH is not None:
+            gradient_VH += entropy_slope_VH * entropy_gradient_V[:, None].to(entropy_slope_VH.dtype)
+        return gradient_VH, None, None, None, None, None
+
+
+def _chunk_logprobs(
+    hidden_CH: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target_C: Tensor,
+    needs_logprob_slope: bool,
+    needs_entropy_slope: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Log-probs, entropies, and their gradients with respect to the hidden states; None where not needed.
+
+    At most two float32 arrays of the size of the chunk's logits exist at a time: the logits, and their exponentials,
+    which become probabilities in place. Both are freed when this function returns.
+    """
+    logits = torch.nn.functional.linear(hidden_CH, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest_C1 = logits.amax(dim=-1, keepdim=True)
+    exponentials = (logits - largest_C1).exp_()
+    sum_C1 = exponentials.sum(dim=-1, keepdim=True)
+    normaliser_C1 = largest_C1 + sum_C1.log()
+    target_C1 = target_C[:, None]
+    logprob_C1 = logits.gather(1, target_C1) - normaliser_C1
+    # A batched matrix product, because an elementwise one would need another array of the size of the logits.
+    mean_logit_C1 = torch.bmm(exponentials[:, None, :], logits[:, :, None])[:, :, 0] / sum_C1
+    logprob_slope_CH = entropy_slope_CH = None
+    if needs_logprob_slope or needs_entropy_slope:
+        probabilities = exponentials.div_(sum_C1)
+        if needs_entropy_slope:
+            # Gradient of the entropy with respect to the logits: -p (log p + entropy).
+            logits.sub_(mean_logit_C1).mul_(probabilities).neg_()
+            entropy_slope_CH = logits.to(weight.dtype) @ weight
+        del logits
+        if needs_logprob_slope:
+            slope = probabilities.neg_().scatter_add_(1, target_C1, torch.ones_like(sum_C1))
+            logprob_slope_CH = slope.to(weight.dtype) @ weight
+    return logprob_C1[:, 0], (normaliser_C1 - mean_logit_C1)[:, 0], logprob_slope_CH, entropy_slope_CH
 
 
 ROWS_AT_ONCE = 8192

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from draco_ray.learner.loss import token_logprobs
+from draco_ray.learner.model import token_logprobs
 
 TOKENS, HIDDEN, WORDS = 37, 16, 211
 

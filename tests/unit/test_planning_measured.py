@@ -391,7 +391,7 @@ def test_an_update_copies_the_gradients_as_often_as_planned(measure: Measure) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("entropy", [0.0, 0.01])
 def test_a_chunk_of_log_probs_takes_what_the_plan_says(dtype: Any, entropy: float) -> None:
-    from draco_ray.learner.loss import token_logprobs
+    from draco_ray.learner.model import token_logprobs
 
     words, chunk = 20000, 8
     head = torch.nn.Linear(4, words, bias=False, dtype=getattr(torch, dtype)).requires_grad_(False)
