@@ -96,7 +96,7 @@ class Pipeline:
     static_rubric: Any = None
     """A reference to the fixed rubric as a `Judged`, if there is one."""
     held_out: HeldOutJudge | None = None
-    """Scores some rollouts with a judge that is never trained on; None: no such judge."""
+    """Scores some rollouts with a second judge, whose scores are never trained on; None: no such judge."""
     carried: dict[str, CarriedRubric] = field(default_factory=dict)
     """The rubric that each task carries over to its next visit."""
     seed: int = 0
@@ -191,7 +191,7 @@ class Pipeline:
         proposals: list[Judgement],
         existing: asyncio.Task[Judgement] | Judged[Rubric] | None,
     ) -> Reference | None:
-        """The graph from union to advantages, if rewards are from a rubric."""
+        """Run the graph from union to advantages, for rewards from a rubric."""
         if existing is not None:
             rubric = await self._rubric(group, members, proposals, existing)
             if rubric is None:

@@ -66,7 +66,7 @@ class Termination(StrEnum):
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes to list in a table: AppWorld's two only if one is in ``used``, `FINISHED` only if in ``used``."""
+        """The modes to list in a table: AppWorld's two only if either is in ``used``, `FINISHED` only if it is."""
         occur = set(used)
         kinds = ({cls.SUBMITTED, cls.GAVE_UP}, {cls.FINISHED})
         return [mode for mode in cls if all(mode not in kind or kind & occur for kind in kinds)]

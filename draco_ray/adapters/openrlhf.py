@@ -46,7 +46,7 @@ class OpenRLHFCredit(CreditJudge):
         host: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
         class StepCreditTrainer(host):
-            """OpenRLHF's trainer, which replaces the experience maker's class in its own Ray process."""
+            """OpenRLHF's trainer. Its Ray process finds the experience maker by name, so the name is rebound there."""
 
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 ppo_trainer.RemoteExperienceMaker = credit.experience_maker(maker)

@@ -32,7 +32,7 @@ Scores = Judged[tuple[ScoredCriterion, ...]]
 
 
 class AdvantageComputer:
-    """Computes rewards and advantages; its only state is the configuration. Arguments may be Ray references."""
+    """Computes rewards and advantages; its only state is the configuration. Lists may hold Ray references to values."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config

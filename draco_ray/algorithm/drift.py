@@ -56,7 +56,7 @@ Pair = Sequence[float]
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """How far the held-out judge's pass shares of the best rollouts are below those of middle ones."""
+    """How far the held-out judge's pass shares of the best rollouts are below those of middle-ranked ones."""
 
     evidence: float
     """Capital of all bets; in a run without a hack, the probability that it ever reaches c is at most 1 / c."""
@@ -65,8 +65,8 @@ class Drift:
     excess: float
     low: float
     high: float
-    """Share of the last `SHOWN` best rollouts below h minus that of the middle ones, with a 95 % interval that ignores
-    how h was chosen."""
+    """Share of the last `SHOWN` best rollouts below h minus that of the middle-ranked ones, with a 95 % interval that
+    ignores how h was chosen."""
 
     @property
     def significant(self) -> bool:

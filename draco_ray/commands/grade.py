@@ -77,7 +77,7 @@ def check_rubric(rubric: Set[str], baseline: Sequence[Line], digest: str = "") -
         raise ConfigError("--baseline: no trace of the baseline was judged; expected a judgement of the same tasks")
     if other := sorted(rubric ^ known):
         raise ConfigError(
-            f"--baseline: its traces were judged by another rubric (criteria in only one of the two: "
+            "--baseline: its traces were judged by another rubric (criteria in only one of the two: "
             f"{', '.join(other[:3])}); use the same --rubric"
         )
     if digest and any(line.get("rubric", digest) != digest for line in baseline):

@@ -56,7 +56,7 @@ class JudgeArguments:
 
     paths: Sequence[Path]
     judge: str | None
-    """The judge of ``--judge``; None: the configuration's."""
+    """Value of ``--judge``; None: the configuration's judge."""
     out: Path | None
     format: str
     group_by: str | None

@@ -60,7 +60,7 @@ class PooledJudge:
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
-    """The judge's configuration. If it has no facts, they come from the first groups, the same for all groups."""
+    """The judge's configuration; if it has no facts, those of the first groups are added, the same for all groups."""
     if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]

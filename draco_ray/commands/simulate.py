@@ -63,8 +63,8 @@ def simulate_run(
             sizes.append([scaling.simulate_size(run, setting, speeds, size, seed) for setting in settings])
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
-        f"\nother sizes, with the run's settings{' except ' + said if said else ''}; in the rows named scaled, slots, "
-        "engines, learner workers, judge workers and judge limits grow in proportion to the rollouts"
+        f"\nother sizes, with the run's settings{' except ' + said if said else ''}; in the rows marked scaled the "
+        "slots, engines, learner workers, judge workers and judge limits grow in proportion to the rollouts"
     )
     columns = [_column(*size) for size in sizes]
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -80,7 +80,7 @@ def _print_throughput(
 ) -> None:
     if run.setting.colocate and max(staleness):
         raise ConfigError(
-            "--staleness: with the run's engine.colocate, engines sleep while the learner computes; expected 0"
+            "--staleness: the run has engine.colocate, so its engines sleep while the learner computes; expected 0"
         )
     console.print(
         f"\nrollouts per hour by GPUs and staleness, with {rollouts:,} rollouts per step; GPUs are divided as in the "

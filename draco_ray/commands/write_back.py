@@ -45,7 +45,7 @@ def scores(lines: Sequence[Line]) -> Iterator[Score]:
 
 
 def langfuse(score: Score) -> dict[str, Any]:
-    """A score for Langfuse's API, whose id makes Langfuse replace the score when the judgement is sent again."""
+    """A score for Langfuse's API. Its id makes Langfuse replace it when the same judgement is sent again."""
     number = hashlib.sha256(f"{score['trace']}\n{score['name']}".encode()).hexdigest()[:32]
     body = {"id": number, "traceId": score["trace"], "name": score["name"], "value": score["value"]}
     return body | {"dataType": "NUMERIC", "comment": score["why"]}

@@ -36,7 +36,7 @@ def memory_bytes() -> int:
 def _limits(controller: str, name: str) -> list[str]:
     """Contents of the file ``name`` in this process's control group and all groups above it (cgroups version 1 or 2).
 
-    A text of digits is a limit; any other, such as ``max`` or ``-1``, means that there is no limit.
+    A number in digits is a limit; any other word, such as ``max`` or ``-1``, means that there is none.
     """
     found = []
     with suppress(OSError):

@@ -322,7 +322,7 @@ def start_policy_engines(
             name=_actor_name(index, run_name),
             **actor_resources(config, group),
             max_concurrency=MAX_CALLS,
-            # Ray restarts without limit; `EngineFleet` enforces engine.max_failures, which lost nodes do not count for.
+            # Ray restarts without limit; `EngineFleet` enforces engine.max_failures and does not count lost nodes.
             max_restarts=-1,
             max_task_retries=-1,
         ).remote(

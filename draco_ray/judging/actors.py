@@ -105,8 +105,8 @@ class LimiterActor(LimiterQueue):
 class JudgeLimiterActor(LimiterActor):
     """The limiter of a run.
 
-    It starts with the dollars that the run has spent according to the book of requests, so that a resumed run and a
-    restarted process do not start from zero. Archived calls that are not in the book were booked under another
+    It starts with the dollars that the run has spent according to the cost ledger, so that a resumed run and a
+    restarted process do not start from zero. Archived calls that are not in this ledger are in that of another
     ``judge.cache``; they count as well.
     """
 
@@ -122,7 +122,7 @@ class JudgeLimiterActor(LimiterActor):
 
 
 def request_number_prefix(config: JudgeConfig, run: Path) -> str:
-    """Prefix of a run's request numbers in the book; empty if the book belongs to this run alone."""
+    """Prefix of a run's request numbers in the cost ledger; empty if the ledger belongs to this run alone."""
     own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
     return "" if own else f"{run.name}/"
 
@@ -162,7 +162,10 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
 def start_limiter(
     actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
 ) -> tuple[Any, LimiterClient]:
-    """Start an actor of class ``actor``, which reads the dollars spent from ``book``; see `start_judge_limiter`."""
+    """Start an actor of class ``actor``, to which ``book`` is passed: the path from which it reads the dollars spent.
+
+    Returns: as `start_judge_limiter`.
+    """
     name = f"JudgeLimiter@{run_name}"
     handle = ray.remote(actor).options(name=name, scheduling_strategy=driver_node_affinity(), **OPTIONS)
     return handle.remote(config, book), LimiterClient(name)

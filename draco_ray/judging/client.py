@@ -217,7 +217,7 @@ class LiteLLMClient:
         return await self._leases.lease(call.asked)
 
     async def _begin(self, call: Call) -> None:
-        """Enter a request in the book before it is sent."""
+        """Enter a request in the cost ledger before it is sent."""
         if self._cache is not None:
             await self._cache.begin(call.number, call.asked.dollars)
 
@@ -256,7 +256,7 @@ class LiteLLMClient:
         )
 
     def _ended(self, most: CostBound, error: BaseException) -> RequestResult:
-        """The result of a request without a reply; one that may be billed is booked at its maximum cost."""
+        """The result of a request without a reply; a request that may be billed counts at its maximum cost."""
         ended = RequestResult(
             estimated=True,
             trouble=classify(error),

@@ -18,7 +18,7 @@ class Request:
     vote: int = 0
     """Index of this call among k independent scoring calls, so that equal prompts are sent k times."""
     scope: str = ""
-    """Scope, such as a group, in which alone the stored answer may be reused; empty: anywhere."""
+    """Scope, such as a group, to which reuse of the stored answer is limited; empty: no limit."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
     """JSON schema that constrains the reply if the endpoint supports it; not a part of the cache key."""
     phase: str | None = None

@@ -1,4 +1,4 @@
-"""Context lengths of judges, and the length of the longest prompt, the union phase's, with every rollout of a group.
+"""Context lengths of judges, and the length of the longest prompt: the union phase's, with all rollouts of a group.
 
 The length is an upper estimate for full-length rollouts, in tokens of the policy. Texts that are limited in characters,
 or written by the judge, are counted at `CHARACTERS_PER_TOKEN`. `draco_ray.judging.shortening` truncates prompts that do

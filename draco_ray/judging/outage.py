@@ -128,7 +128,7 @@ class JudgeHealth:
         )
 
     def pause(self, now: float) -> OutageStatus | None:
-        """The current outage, once it has been logged; None before and without an outage."""
+        """The current outage, once it has been logged; None before that, and without an outage."""
         if self._since is None or self._logged_until is None:
             return None
         lasted = now - self._since

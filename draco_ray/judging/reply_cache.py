@@ -4,8 +4,8 @@ Every reply is stored as it arrives, even a malformed one: the key of the follow
 replayed. When a whole phase fails, its replies are deleted and the next attempt asks again.
 
 The same file holds the cost ledger: each request is entered with its maximum cost before it is sent, and its actual
-cost is entered together with its reply in one transaction. So every paid reply is booked even if a process is killed;
-a request whose outcome is unknown stays in the ledger at its maximum cost, since it may be billed.
+cost is entered together with its reply in one transaction. So the ledger has the cost of every stored reply, even if
+a process is killed; a request whose outcome is unknown stays in it at its maximum cost, since it may be billed.
 
 All judge workers of a run share one store. A worker claims a question before it asks; others with the same question
 wait for its answer. Claims are held in memory and expire unless renewed, so nobody waits for a dead worker.
@@ -391,12 +391,12 @@ def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
                 if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'requests'").fetchone():
                     found = connection.execute("SELECT number, most, dollars FROM requests").fetchall()
         except sqlite3.Error as error:
-            raise StoreError(f"the log of judge requests {file} cannot be read: {error}; {RESTORE}") from None
+            raise StoreError(f"the cost ledger in {file} cannot be read: {error}; {RESTORE}") from None
     for number, *amounts in found:
         # A received file may hold anything: a negative amount would enlarge the budget.
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
             raise StoreError(
-                f"the log of judge requests {file} cannot be read: request {str(number)[:80]!a} has the costs "
+                f"the cost ledger in {file} cannot be read: request {str(number)[:80]!a} has the costs "
                 f"{str(amounts)[:80]}; expected its maximum cost and its cost, in dollars"
             )
     mine = [row for row in found if row[0].startswith(run)]
@@ -407,7 +407,7 @@ def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
 
 
 def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
-    """Book requests that were never answered, except those in ``but``, at 0 dollars; returns the dollars freed.
+    """Enter a cost of 0 for requests that were never answered, except those in ``but``; returns the dollars freed.
 
     For users who know from the provider's record that they were not billed. No other process may be using the cache.
 
@@ -422,7 +422,7 @@ def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
                     "UPDATE requests SET dollars = 0.0 WHERE number = ?", [(each,) for each in freed]
                 )
         except sqlite3.Error as error:
-            raise StoreError(f"the log of judge requests {folder / FILE} cannot be written: {error}") from None
+            raise StoreError(f"the cost ledger in {folder / FILE} cannot be written: {error}") from None
     return math.fsum(freed.values())
 
 

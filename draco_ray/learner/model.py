@@ -393,7 +393,7 @@ def _chunk_logprobs(
 
 
 ROWS_AT_ONCE = 8192
-"""Number of tokens for which the frozen layer's output is computed at a time, then added to the adapter's."""
+"""Number of tokens whose frozen output is in memory at a time, before it is added to the adapter's output."""
 PACKING_TOLERANCE = 0.1
 """Maximum mean relative difference between the decoder's outputs for packed and for separate sequences. It allows for
 bfloat16's rounding; attention to a wrong token makes a far larger difference."""

@@ -108,7 +108,7 @@ class LearnerWorker:
         self._run_remember()
 
     def step(self) -> UpdateMetrics:
-        """One optimizer step from the accumulated gradients; `draco_ray.learner.base.over_workers` joins results."""
+        """One optimizer step from the accumulated gradients; `draco_ray.learner.base.over_workers` merges results."""
         self._run_remember(everything=True)
         self._run_accumulate(everything=True)
         self._reset_loads()

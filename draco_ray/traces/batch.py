@@ -263,7 +263,7 @@ class BatchEndpoint(Endpoint):
 def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
     """Recorded batches: id -> id of a request -> number of its lease.
 
-    The number is empty if the lease was settled since the batch could not be polled, and in files of earlier versions.
+    The number is empty if the request was settled as failed after failed polls, and in files of earlier versions.
     """
     if file is None or not file.is_file():
         return {}
@@ -369,7 +369,7 @@ class OpenAIBatches:
         if state.status == "failed":
             # The provider refused the whole batch: no request was sent to the model.
             reasons = (state.errors and state.errors.data) or []
-            # At this limit on the tokens of running batches, other batches have to end first.
+            # The limit counts the tokens of all running batches, so other batches have to end first.
             kind = "busy" if any(each.code == "token_limit_exceeded" for each in reasons) else "refused"
             found[ALL] = kind, f"failed: {'; '.join(str(each.message) for each in reasons)[:300]}"
         return found

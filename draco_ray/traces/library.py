@@ -199,7 +199,7 @@ class MeteredJudge:
         self.limiter = Limiter(JudgeLimits())
         """Set by `open_judge`; its ``spent``, unlike ``dollars``, includes start-up checks and unanswered requests."""
         self.checked = False
-        """Whether the judges have answered once; later calls do not check them again, but wait for an outage to end."""
+        """Whether the judges have answered once. If so, they are not checked again: calls wait for an outage to end."""
         self.waits_for = ""
         """Description of servers that are still loading."""
         self.begun: dict[int, float] = {}

@@ -276,7 +276,7 @@ def _role(role: str, message: Fields) -> str:
 
 
 def _of_proxy(message: Any) -> Any:
-    """A message of AutoGen's first versions. An agent's has the role ``user`` and a name, and gets the agent's role."""
+    """Give an agent's message of AutoGen's first versions, which has the role ``user`` and a name, the agent's role."""
     named = isinstance(message, Mapping) and message.get("role") == "user" and message.get("name")
     return {**message, "role": AGENT} if named else message
 

@@ -561,7 +561,7 @@ def _choices(span: Span) -> list[Entry]:
 
 
 def _of_ai_sdk(attributes: Mapping[str, Any], of_agents: bool) -> list[Entry]:
-    # The span around all calls of a conversation has only `ai.prompt`, the first prompt, and the last answer.
+    # The span around all calls of a conversation has only the first prompt (`ai.prompt`) and the last answer.
     if "ai.prompt.messages" not in attributes and not (of_agents and "ai.prompt" in attributes):
         return []
     # Version 3 of the AI SDK has the names `ai.result.*`.

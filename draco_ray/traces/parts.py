@@ -187,7 +187,7 @@ def call_of(fields: Mapping[str, Any], name: str = "") -> ToolCall:
 
 
 def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None) -> Entry:
-    """The result of a tool in any form, marked if the tool failed; ``content`` replaces the one in ``fields``."""
+    """The result of a tool in any form, marked if the tool failed; ``content``, if given, replaces the fields' own."""
     names = ("content", "response", "result", "output", "tool_return", "result_value", type_)
     said = first_of(fields, *names) if content is None else content
     if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUTS:

@@ -28,9 +28,9 @@ class JudgedVerdict:
     evidence: str
     justification: str
     counts: bool
-    """Whether the criterion survived dropout; always true for a single trace."""
+    """Whether the criterion survived dropout; true for a single trace. False if the group has no rewards."""
     steps: tuple[int, ...] = ()
-    """1-based steps that the credit call holds responsible; also empty if there was no credit call."""
+    """Numbers, 1-based, of the steps that the credit call holds responsible; empty if it names none or was not made."""
     credited_verdict: str | None = None
     """The credit call's verdict, from which step quality is computed; None if there was no credit call."""
     explanation: str = ""
@@ -44,7 +44,7 @@ class JudgedStep:
     """Number of the step, 1-based, as the judge numbers steps."""
     action: str
     tokens: int
-    """n_j, as counted in the trace or estimated from the length."""
+    """n_j, the number of tokens of the step: counted in the trace, or estimated from the length of its text."""
     quality: float | None
     """Q_j in [0, 1]; None if no step is cited."""
     advantage: float | None
@@ -91,7 +91,7 @@ class JudgedGroup:
     task_id: str
     rubric: tuple[Criterion, ...]
     survived: tuple[bool, ...]
-    """For each criterion, whether some trace failed it, so that it counts; empty if there are no rewards."""
+    """For each criterion, whether it counts: some trace failed it, or there is one trace. Empty without rewards."""
     rollouts: tuple[JudgedTrace, ...]
     dollars: float
     error: str | None = None
@@ -103,7 +103,7 @@ GROUP = TypeAdapter(JudgedGroup)
 
 
 def judged_group(state: GroupJudgement) -> JudgedGroup:
-    """The result of a group, from its judgement."""
+    """Convert a finished `GroupJudgement` to a `JudgedGroup`."""
     survived = () if state.advantages is None else tuple(map(bool, state.advantages.surviving_K))
     notes = [*state.notes, *([SINGLE] if state.single else [])]
     return JudgedGroup(

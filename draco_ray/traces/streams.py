@@ -18,7 +18,7 @@ def parse_sse(text: str) -> list[Any]:
     if not text.lstrip().startswith(("data:", "event:", ": ")):
         return []
     found = []
-    # Not splitlines: JSON may contain its other line separators.
+    # Not splitlines: it also splits at characters that JSON strings may contain, such as U+2028.
     for line in text.replace("\r", "\n").split("\n"):
         data = line.removeprefix("data:").strip()
         if line.startswith("data:") and data != "[DONE]":
@@ -54,7 +54,7 @@ def reassemble_stream(reply: Any) -> Any:
 
 
 def _chat(chunks: Events) -> dict[str, Any]:
-    """Join chunks of OpenAI's chat completions, or of Ollama's, which are whole messages or text."""
+    """Join chunks of OpenAI's chat completions, or of Ollama's API, whose chunks have no ``choices``."""
     said = dict.fromkeys(("content", "reasoning_content", "reasoning", "thinking", "refusal"), "")
     calls: dict[int, dict[str, str]] = {}
     latest: dict[int, int] = {}
@@ -62,7 +62,7 @@ def _chat(chunks: Events) -> dict[str, Any]:
     choices = [each for several in listed for each in several if isinstance(each, Mapping)]
     first = min((choice.get("index") or 0 for choice in choices), default=0)
     for choice in choices:
-        # Of several answers, the first is read.
+        # A request may ask for several answers (n > 1): read the first.
         if (choice.get("index") or 0) == first:
             delta = object_of(choice, "delta") or object_of(choice, "message") or choice
             for name in said:
@@ -74,7 +74,8 @@ def _chat(chunks: Events) -> dict[str, Any]:
                 place = latest.get(index, index)
                 another = place in calls and text_of(call, "id") not in ("", calls[place]["id"])
                 if another and text_of(function, "name"):
-                    # Some providers give every call the index 0. Others give every piece an id of its own, but no name.
+                    # Some providers give every call the index 0: a new id and a name begin another call. Others give
+                    # each piece of one call a new id, but no name.
                     place = len(calls)
                 latest[index] = place
                 known = calls.setdefault(place, {"id": "", "name": "", "arguments": ""})

@@ -34,7 +34,7 @@ _CALL = re.compile(rf"{_OPENED}\s*(.*?)\s*(?:{_CLOSED}|</s>|<\|e(?:ot|om)_id\|>|
 _NAMED = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(\{.*\})", re.DOTALL)
 _FUNCTION = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?(?:</parameter>|\Z)", re.DOTALL)
-# The head is bounded, so that marks without a message cost no more than other text.
+# A header has at most two more tags. Without this bound, many tags without a message would take quadratic time.
 _CHANNEL = re.compile(
     r"<\|(?:start|channel)\|>([^<]*(?:<\|(?:channel|constrain)\|>[^<]*){0,2})<\|message\|>"
     r"(.*?)(?:<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)|\Z)",
@@ -49,7 +49,7 @@ def parse_chat_template(text: str) -> list[dict[str, str]]:
     for template in _TEMPLATES:
         if found := template.findall(text):
             messages = [{"role": role, "content": said.strip("\n")} for role, said in found]
-            # The prompt of a request ends where the model's answer begins.
+            # A prompt ends with the header of the model's turn: drop this empty message.
             return [each for each in messages if each["content"].strip() or each["role"] != AGENT]
     return []
 
@@ -61,7 +61,7 @@ def parse_tagged_calls(entry: Entry) -> Iterator[Entry]:
     elif entry.role == AGENT and not entry.calls and _CALL.search(entry.text):
         thought, end, said = entry.text.rpartition("</think>")
         calls = tuple(call for block in _CALL.findall(said) for call in _calls(block))
-        # Keep blocks that are not calls.
+        # Keep tagged blocks that are not calls in the text.
         rest = _CALL.sub(lambda found: "" if _calls(found[1]) else found[0], said).strip() if calls else said
         yield replace(entry, text=f"{thought}{end}{rest}", calls=calls)
     elif entry.role in ("user", "tool") and (results := _RESULT.findall(entry.text)):
@@ -85,7 +85,7 @@ def _channels(entry: Entry) -> Entry:
 
 
 def _calls(block: str) -> list[ToolCall]:
-    """The calls in a tag; empty if the content is no call and stays text."""
+    """The calls in the content of a tag; empty if the content is not a call and stays text."""
     if found := _FUNCTION.search(block):
         return [ToolCall(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))]
     if named := _NAMED.fullmatch(block):

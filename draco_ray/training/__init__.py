@@ -1,1 +1,1 @@
-"""The outer loop: the choice of each step's tasks, its reports, and the driver that connects the actors."""
+"""The outer training loop: it chooses the tasks of each step, connects the actors, and reports on the steps."""

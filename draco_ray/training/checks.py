@@ -38,7 +38,8 @@ class CheckContext:
     """A run to be started: its configuration, and results of the checks that later checks use."""
 
     config: DracoConfig
-    """The checks complete it: the model's path becomes absolute, the judge gets the environment's facts."""
+    """Configuration of the run. The checks complete it: they make the model's path absolute, and give the judge the
+    environment's facts."""
     console: Console
     environment: Environment | None = None
     has_model: bool = False
@@ -49,7 +50,7 @@ class CheckContext:
 
 
 Check = Callable[[CheckContext], None]
-"""Raises DracoError if the run cannot start; does nothing if a check that it needs has failed."""
+"""A check raises DracoError if the run cannot start, and does nothing if an earlier check that it depends on failed."""
 
 
 def check_rule_and_learner(start: CheckContext) -> None:
@@ -60,15 +61,15 @@ def check_rule_and_learner(start: CheckContext) -> None:
 
 
 def check_environment(start: CheckContext) -> None:
-    """Check that the environment has the tasks; adapt the configuration if it cannot evaluate them."""
+    """Check that the environment has the splits' tasks; adapt the configuration if it has no evaluator."""
     config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
         config = _without_evaluator(config, start.console)
     if config.train.evaluate_before_after and not environment.tasks(config.data.eval_split):
         raise ConfigError(
-            f"data.eval_split={config.data.eval_split}: environment.use={config.environment.use} has no task in it; "
-            "name another split, or set train.evaluate_before_after=false"
+            f"data.eval_split={config.data.eval_split}: environment.use={config.environment.use} has no task in this "
+            "split; name another one, or set train.evaluate_before_after=false"
         )
     start.config, start.environment = config, environment
 
@@ -82,7 +83,7 @@ def check_agent(start: CheckContext) -> None:
 
 
 def check_program(start: CheckContext) -> None:
-    """Run the agent's own check of the program it runs, if it has one."""
+    """Run the agent's own check of its program, if the agent has such a check."""
     agent = start.config.agent
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
         check(agent, EnginePolicies(samplers=(), tokenizer=None))
@@ -105,7 +106,7 @@ def check_context(start: CheckContext) -> None:
 
 
 def check_prompts(start: CheckContext) -> None:
-    """Check that the chat template can render the tasks, and that enough of them are short enough."""
+    """Check that the chat template can render the tasks' prompts, and that enough of these are short enough."""
     config, environment = start.config, start.environment
     if not start.has_model:
         return
@@ -222,7 +223,7 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
         console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks is measured instead")
         return config
-    # A judge that is trained between the two measurements cannot compare them.
+    # The policy changes between the two measurements, so as its own judge it cannot compare them.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
-    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
+    console.print(f"{name} has no evaluator and {why}: held-out tasks are not measured")
     return config.updated(train={"evaluate_before_after": False, "evaluate_every": None})

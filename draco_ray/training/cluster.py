@@ -69,7 +69,7 @@ def has_autoscaler() -> bool:
 def bundles(config: DracoConfig) -> dict[str, list[Bundle]]:
     """Resources that the processes of a starting run need, by kind; kinds that need nothing are left out."""
     engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
-    # The evaluation's workers run beside those that train.
+    # Evaluation has rollout workers of its own, in addition to those for training.
     rollouts = (2 if config.train.evaluate_before_after else 1) * environment.min_workers
     served = local.replicas if local.enabled and config.algorithm.reward == "rubric" else 0
     needed: dict[str, list[Bundle]] = {
@@ -123,7 +123,7 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources]) -> None:
     if config.algorithm.reward == "rubric" and offered < workers + 1:
         raise ConfigError(
             f"the Ray cluster has {offered:g} units of the custom resource 'judge' and no autoscaler, but "
-            f"judge.workers={workers} and the union's worker need {workers + 1}; start a node with "
+            f"judge.workers={workers} and the union phase's worker need {workers + 1}; start a node with "
             """--resources='{"judge": 16}'"""
         )
     engine, largest = config.engine, max(node.get("GPU", 0) for node in nodes)
@@ -153,7 +153,7 @@ def cpu_problem(config: DracoConfig, needed: Mapping[str, Sequence[Bundle]], ava
     left = available - (total - cpus.get("rollout workers", 0))
     advice = "lower engine.cpus_per_engine or learner.cpus_per_worker, or add a node"
     if left >= 0:
-        # The evaluation's workers run beside those that train.
+        # Evaluation has rollout workers of its own, in addition to those for training.
         each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
         one = f"environment.slots_per_worker={config.environment.slots} and environment.cpus_per_worker={each:g}"
         advice = f"lower environment.slots or environment.cpus_per_worker (e.g. {one}), or add a node"
@@ -177,7 +177,7 @@ def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
     def problem() -> str:
         try:
             _start_locks[:] = [lock.remote()]
-        except ValueError:  # the name is taken
+        except ValueError:  # Another run holds the lock: the actor's name is taken.
             return "its processes have not all started yet"
         return ""
 
@@ -226,7 +226,7 @@ def wait_for_room(config: DracoConfig, console: Console | None, *, autoscaled: b
 
 
 def _wait(config: DracoConfig, console: Console | None, what: str, problem: Callable[[], str]) -> None:
-    """Wait until ``problem`` returns nothing. Raises: ClusterError: that takes longer than ``watch.start_seconds``."""
+    """Wait until ``problem`` returns an empty text. Raises: ClusterError: after ``watch.start_seconds``."""
     started, logged, limit = time.monotonic(), -float("inf"), config.watch.start_seconds
     while reason := problem():
         now = time.monotonic()
@@ -245,7 +245,7 @@ def pending_demand() -> str:
     """
     try:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
-    except Exception as error:  # a head that is gone is reported elsewhere
+    except Exception as error:  # `wait_for_head_failure` reports a lost head.
         log.debug("Ray's head node does not report pending resource requests: %s", error)
         return ""
     demands = [*status.resource_demands.placement_group_demand, *status.resource_demands.ray_task_actor_demand]
@@ -312,7 +312,7 @@ async def stop_unless_head_lost(stop: Callable[[], Awaitable[object]], look: flo
 def leave_ray(within: float = LEAVE_SECONDS) -> None:
     """Leave the cluster, or end the Ray of this process.
 
-    Ray waits forever for a head that hangs. After ``within`` seconds this process exits without it.
+    Ray waits forever for a head that hangs. After ``within`` seconds this process exits without waiting for it.
     """
     if not ray.is_initialized() or _head_answers():
         ray.shutdown()
@@ -374,7 +374,7 @@ START_ATTEMPTS = 3
 GCS_SECONDS = "180"
 """Ray's limit for the start of its head service, in seconds, instead of 30."""
 LATE = "timed out during startup"
-"""Text in Ray's error for a node that did not start in time."""
+"""Part of Ray's error message for a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """Path of the log that Ray's error quotes when its dashboard does not start."""
 
@@ -409,14 +409,14 @@ def connect_ray(config: DracoConfig, *, console: Console | None = None) -> dict[
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
-                # A run has a dozen actors on any number of cores. Ray warns about more than four times this number.
+                # Ray warns about more than four times this many workers; a run has a dozen on any number of cores.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
                 # Limit the tasks that the dashboard lists. With Ray's default of 100,000 the head's memory grows for a
                 # thousand steps.
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
-                # Ray Train's watcher of draining nodes is not needed on one node.
+                # Ray Train's preemption watcher looks for nodes that are being drained: not needed on one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-                # Ray lowers the priority of its workers to 15: beside other work on the machine a run would starve.
+                # By default Ray's workers have niceness 15: other work on the machine would take their CPU time.
                 os.environ.setdefault("RAY_worker_niceness", "0")
                 store = config.ray.object_store_mib
                 start_ray(

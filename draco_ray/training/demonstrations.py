@@ -1,6 +1,6 @@
-"""Fine-tuning by `draco sft`. Demonstrations are JSONL of messages or a run's best rollouts.
+"""Fine-tuning by `draco sft`. Demonstrations are conversations in a JSONL file, or a run's best rollouts.
 
-They are tokenized as an agent records them.
+Conversations are tokenized as an agent would record them in a rollout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def fine_tune(
     """Fit an adapter on ``model.path`` to the samples and write the model with it merged in.
 
     Args:
-        config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations per update) and ``seed``.
+        config: ``model``, ``learner`` (rank, learning rate, ``minibatch_prompts`` demonstrations per update) and
+            ``seed``.
         samples: the demonstrations to imitate.
         out: a folder that does not exist yet, for model and tokenizer.
         epochs: number of passes over the samples.
@@ -238,7 +239,7 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
             turns[-1][1].append(message)
     for message, answers in turns:
         calls, results = len(message.get("tool_calls") or ()), sum(answer["role"] == "tool" for answer in answers)
-        # The last turn may have calls without answers.
+        # The conversation may end with tool calls that have no results.
         if answers and results != calls:
             raise ConfigError(
                 f"{demonstration.name}: a turn with {calls} tool calls is followed by {results} tool results; "
@@ -250,7 +251,7 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
 def filter_by_length(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list[TrainingSample], str | None]:
     """The samples that fit the length of a rollout, and a message about those that do not, if any.
 
-    Raises: ConfigError if none is left.
+    Raises: ConfigError if all are too long.
     """
     most = agent.max_prompt_length + agent.max_response_length
     long = [sample for sample in samples if len(sample.token_ids_T) > most]
@@ -270,7 +271,7 @@ class BestRollouts:
     """The best rollouts of a run."""
 
     samples: tuple[TrainingSample, ...]
-    """One per branch."""
+    """Training samples: one per branch of each rollout."""
     rollouts: int
     tasks: int
     seen: int
@@ -280,7 +281,7 @@ class BestRollouts:
 def best_rollouts(run: RunDirectory, best: int) -> BestRollouts:
     """For every task, the ``best`` rollouts with the highest positive rewards; ties go to later rollouts.
 
-    Raises: ConfigError if there is none.
+    Raises: ConfigError if no rollout has a positive reward.
     """
     by_task: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
     seen = 0

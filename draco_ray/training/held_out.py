@@ -1,8 +1,8 @@
 """Measures held-out tasks: by the environment's evaluator or, if it has none, by the judge's pass rate.
 
-The judge scores rollouts by criteria that it writes from the task alone (stage 1), or by the static rubric. These do
-not depend on the policy and are the same before and after training. Each rollout is scored twice to measure how far the
-judge agrees with itself.
+The judge scores rollouts by criteria that it writes from the task alone (stage 1), or by the static rubric. These
+criteria do not depend on the policy and are the same before and after training. Each rollout is scored twice to measure
+how far the judge agrees with itself.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Tell = Callable[[int, Mapping[str, float]], object]
 
 @dataclass(frozen=True)
 class HeldOutTasks:
-    """What a measurement of the split ``data.eval_split`` needs."""
+    """Base class of `HeldOutEvaluator` and `HeldOutJudgeEvaluator`, which measure the split ``data.eval_split``."""
 
     config: DracoConfig
     actors: Actors
@@ -65,7 +65,7 @@ class HeldOutTasks:
 
 
 class HeldOutEvaluator(HeldOutTasks):
-    """Evaluates the split."""
+    """Measures the split with the environment's evaluator."""
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
         """The evaluations of the policy after ``step``, measured or read from the run directory.
@@ -150,7 +150,7 @@ def on_the_same_tasks(
 def is_complete(known: Sequence[JudgedRollout], tasks: Sequence[str], config: DracoConfig) -> bool:
     """Whether every rollout of these tasks has been judged; if the run was killed, only some may have been."""
     wanted = {(task, run) for task in tasks for run in range(config.train.evaluation_runs)}
-    # Tasks that are no longer held out leave their verdicts behind.
+    # `known` may also contain verdicts on tasks that are no longer held out.
     return wanted <= {(each.task_id, each.run) for each in known}
 
 
@@ -165,10 +165,10 @@ class UncachedScore(Score):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutJudgeEvaluator(HeldOutTasks):
-    """Judges the split."""
+    """Measures the split by the judge's pass rate."""
 
     prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]]
-    """Returns the agent's prompts of tasks."""
+    """Task ids -> the agent's prompt of each task, by task id."""
     static: Sequence[Criterion]
     """The rubric of every task; if empty, the judge writes one per task."""
 
@@ -184,7 +184,7 @@ class HeldOutJudgeEvaluator(HeldOutTasks):
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
         runs, split = self.config.train.evaluation_runs, self.config.data.eval_split
         prompts = self.prompts([task.task_id for task in tasks])
-        # This needs no ground truth, so it uses the training workers, which are idle now.
+        # Judging needs no ground truth, so the training workers, which are idle now, play the rollouts.
         pool = self.actors.pool(self.actors.workers)
         self.progress.start(f"judging {split}", rollouts=len(tasks) * runs)
         try:

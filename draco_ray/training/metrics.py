@@ -25,12 +25,12 @@ UPDATE_MEANS = (
 
 
 def generation_intervals(groups: Sequence[Group]) -> list[Interval]:
-    """When each finished rollout ran."""
+    """Start and end of each finished rollout."""
     return [(rollout.started_at, rollout.ended_at) for group in groups for rollout in group.rollouts]
 
 
 def judge_intervals(groups: Sequence[Group]) -> list[Interval]:
-    """When each judge phase ran."""
+    """Start and end of each judge phase."""
     return [(phase.started_at, phase.ended_at) for group in groups for phase in group.phases]
 
 
@@ -97,7 +97,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
 
 
 def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of the trained and the held-out judge on the same rollouts, and of the signs of a hack.
+    """Metrics of the main and the held-out judge on the same rollouts, and of the signs of a hack.
 
     ``held_out_rate`` is the mean over all rollouts that the held-out judge scored.
 
@@ -134,7 +134,8 @@ def solved(group: Group, group_size: int) -> bool:
     # Which criteria survive depends on the rule, so count the verdicts.
     if reward is None or reward.passed < reward.applicable or len(reward.scored) < group_size:
         return False
-    # The union drops criteria that all pass. If no criterion of a fixed rubric applies, nothing is known.
+    # The union drops criteria that all rollouts pass, so none may be left. If no criterion of a fixed rubric applies,
+    # nothing is known.
     return reward.criteria == 0 or reward.applicable > 0
 
 
@@ -143,7 +144,7 @@ def group_pass_rate(group: Group) -> float | None:
     reward = group.reward
     if reward is None or not reward.scored:
         return None
-    # The union drops criteria that all pass.
+    # The union drops criteria that all rollouts pass.
     return 1.0 if reward.criteria == 0 else _ratio(reward.passed, reward.applicable)
 
 
@@ -171,7 +172,7 @@ def step_spans(groups: Sequence[Group], rest: Mapping[str, Sequence[Interval]]) 
 
     Args:
         groups: of the step; their rollouts and judge phases are spans of a task.
-        rest: activities of no task, by stage: learner, sync and checkpoint.
+        rest: activities that belong to no task, by stage: learner, sync and checkpoint.
     """
     timed: list[tuple[str, RolloutSummary | PhaseSummary]] = []
     for group in groups:

@@ -52,7 +52,7 @@ class StepSize:
     samples: int
     judge_calls: int
     adapter: int
-    """0 if the model's checkpoint is not on this machine."""
+    """Size of the LoRA adapter; 0 if the model's checkpoint is not on this machine."""
 
     @property
     def object_store(self) -> int:
@@ -73,7 +73,7 @@ def step_size(config: DracoConfig) -> StepSize:
     agent, algorithm = config.agent, config.algorithm
     rollouts = config.train.prompts_per_step * algorithm.group_size
     tokens = rollouts * (agent.max_prompt_length + agent.max_response_length)
-    # Each trajectory is shown to stage2, union, the scoring votes and credit.
+    # Judge calls whose prompts contain a given trajectory: stage2, union, credit, and each scoring vote.
     shown = 3 + config.judge.score_votes if algorithm.reward == "rubric" else 0
     return StepSize(
         rollouts=rollouts,
@@ -168,7 +168,7 @@ def check_object_store(config: DracoConfig, available: float) -> None:
         ClusterError: they are too small; Ray would spill to disk, which slows the step down.
     """
     size = step_size(config)
-    # With staleness, rollouts of later steps exist while this step is learned.
+    # With staleness, rollouts of later steps exist while the learner trains on this step.
     steps = 1 + config.train.staleness
     needed = steps * size.object_store - (steps - 1) * 2 * size.adapter
     if needed > available:
@@ -189,7 +189,7 @@ def check_outlives_job(root: Path | str) -> None:
             the cluster's working directory, which may be inside a container.
     """
     if isinstance(root, str):
-        return  # An object store.
+        return  # The URL of an object store.
     folder = root.resolve()
     if {"runtime_resources", "working_dir_files"} <= set(folder.parts):
         raise ConfigError(

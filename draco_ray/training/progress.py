@@ -30,9 +30,9 @@ from draco_ray.terminal import escape_control
 from draco_ray.training.watchdog import PendingOperations
 
 LOOK_SECONDS = 1.0
-"""Interval between two checks of the judge, and of whether a line is due."""
+"""Interval between two checks for an outage of the judge, and between two checks whether a progress line is due."""
 SLOW_SECONDS = 10.0
-"""Interval of progress lines while a start blocks the driver, if the output is not a terminal."""
+"""Interval of the progress lines of `shown`, if the output is not a terminal."""
 STAGES = {
     "rollout": "generating",
     "judge's ": "judging",
@@ -61,7 +61,7 @@ def stage(pending: PendingOperations) -> str:
 
 
 class StepProgress:
-    """A line with clock, stage and counts: live on a terminal, elsewhere printed at intervals."""
+    """A progress line with clock, stage and counts: live on a terminal, elsewhere printed at intervals."""
 
     def __init__(
         self,
@@ -281,8 +281,8 @@ class RunObserver:
         self._metrics = RunMetrics(run.name)
         self._dollars = spent
         self._seen: dict[str, tuple[int, int]] = {}
-        """Number of recorded rollouts and of recorded phases, by group."""
-        # Also reported before the first step ends, so that alerts can detect runs without progress.
+        """Group name -> number of recorded rollouts, and of recorded phases."""
+        # Reported by `watch_pools` even before the first step ends, so that alerts can detect a run without progress.
         self._last_step: Mapping[str, Any] = {"step": done}
         """Metrics line of the last finished step."""
 

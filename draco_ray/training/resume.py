@@ -59,7 +59,7 @@ FREE = (
 same judge is reached, and what may be spent."""
 TASKS, PROMPTS = "tasks.json", "task_prompts.json"
 HELD_OUT, FILE = "", "/"
-"""Key of the held-out tasks in `PROMPTS`, and prefix of the keys of other files; no task has such an id."""
+"""Key of the held-out tasks in the file `PROMPTS`, and prefix of the keys of `judge_files`; no task has such an id."""
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -99,10 +99,10 @@ def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
 def allowed_changes(
     run: RunDirectory, old: DracoConfig, new: DracoConfig, edited: Sequence[str] = (), *, allow_changed: bool
 ) -> list[str]:
-    """What `config_changes` finds, and those of ``edited`` (see `edited_names`) that are files of the configuration.
+    """The changes that `config_changes` finds, and those names in ``edited`` (see `edited_names`) that are judge files.
 
     Raises:
-        ConfigError: there is something and ``allow_changed`` is off.
+        ConfigError: there are changes and ``allow_changed`` is off.
     """
     files = [f"{name.removeprefix(FILE)} (edited)" for name in edited if name.startswith(FILE)]
     changes = [*config_changes(old, new), *files]
@@ -153,7 +153,7 @@ def adopt_tasks(
 
 
 def judge_files(config: DracoConfig) -> dict[str, str]:
-    """Digests of what is in the files that tell the judge how to judge, by their keys for `write_prompts`.
+    """Digests of the judge's files (prompts, examples, static rubrics), by their keys in the file `PROMPTS`.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -178,7 +178,7 @@ def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) ->
 
 
 def edited_names(run: RunDirectory, digests: Mapping[str, str]) -> list[str]:
-    """Names for which `write_prompts` recorded another digest; new names do not count.
+    """Names whose digest differs from the one that `write_prompts` recorded; names without a record do not count.
 
     Raises:
         DamagedRun: the record cannot be read.
@@ -190,9 +190,9 @@ def edited_names(run: RunDirectory, digests: Mapping[str, str]) -> list[str]:
 def write_prompts(
     run: RunDirectory, prompts: Mapping[str, Sequence[Message]], others: Mapping[str, str] | None = None
 ) -> None:
-    """Record what each task asks, and digests of the held-out tasks and of `judge_files`.
+    """Record digests of each task's prompt, of the held-out tasks, and of `judge_files`.
 
-    Names that are gone stay recorded, because they may come back. Raises: OSError, DamagedRun.
+    Tasks and files that no longer exist stay recorded, because they may come back. Raises: OSError, DamagedRun.
     """
     recorded = {**_recorded_digests(run), **_prompt_digests(prompts), **(others or {})}
     write_private(run.path / PROMPTS, json.dumps(recorded))
@@ -232,7 +232,7 @@ def recorded_order(run: RunDirectory) -> TaskOrder:
 
 
 def _task_parts(run: RunDirectory) -> list[TaskPart]:
-    """The parts of a run. Raises: DamagedRun: they cannot be read."""
+    """The parts of a run, oldest first. Raises: DamagedRun: ``tasks.json`` cannot be read."""
     path = run.path / TASKS
     if not path.exists():
         return []
@@ -267,7 +267,7 @@ def rewind(run: RunDirectory, *, reuse: bool, learner: str | None = None) -> Sta
         path.unlink()
     for again in later:
         _reopen(run, again, reuse=reuse)
-    # Last: if something above fails, the next attempt must find this damage, too.
+    # Move damaged checkpoints aside last: if something above fails, the next attempt must find this damage, too.
     said = [
         f"checkpoint {run.checkpoint(later)} is damaged: {found}; {run.checkpoint(step).name} is used instead, and the "
         f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
@@ -325,7 +325,7 @@ def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
     """Truncated table parts of an unfinished step. Raises: DamagedRun: the disk does not let one be read."""
     for table in STEP_TABLES:
         for path in run.parts(table, step):
-            # A file that the disk or its permissions withhold may be whole, so it must not be deleted.
+            # This raises if the file cannot be read: then it may be whole, and must not be deleted.
             read_bytes(path)
             try:
                 read_table(path, table)

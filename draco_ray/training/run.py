@@ -59,7 +59,7 @@ def train(config: DracoConfig, console: Console | None = None, checks: Sequence[
     Args:
         config: of the run.
         console: shows its progress.
-        checks: further checks before it starts; a run that has begun is continued without them.
+        checks: further checks before the run starts; a run that has begun is continued without them.
 
     Returns: the run directory.
     Raises:
@@ -197,8 +197,8 @@ def resume(
             console.print(absent)
         if HELD_OUT in edited_others:
             console.print(
-                f"changed: the held-out tasks of {config.data.eval_split}, or what is expected of them; evaluations "
-                "before and after this are not comparable"
+                f"changed: the held-out tasks of {config.data.eval_split}, or their ground truth; evaluations "
+                "before and after this change are not comparable"
             )
         if versions := other_versions(run):
             console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
@@ -219,7 +219,7 @@ def _checked(
 
 
 def _other_digests(config: DracoConfig) -> dict[str, str]:
-    """`judge_files`, and a digest of the held-out tasks and of what is expected of them, if they are measured."""
+    """`judge_files`, and a digest of the held-out tasks with their ground truth, if they are measured."""
     digests = judge_files(config)
     if config.train.evaluate_before_after:
         environment, tasks = _held_out_tasks(config)
@@ -256,9 +256,9 @@ def _train(
     console: Console,
     url: str | None = None,
 ) -> Path:
-    # The log and the trackers must be running before the first remote call.
     check_disk(config, run.path)
     check_replies(config, run.path)
+    # Start the log before Ray, whose processes inherit the environment variable that names the run directory.
     start_run_log(run.path)
     try:
         # The URL works on other hosts, too.
@@ -277,7 +277,7 @@ async def _run(
     start: StartPoint,
     console: Console,
 ) -> None:
-    """Start the actors, train, and report before and after."""
+    """Start the actors, train, and measure held-out tasks before and after."""
     started, last = time.monotonic(), _steps(config, order)
 
     async def work() -> None:
@@ -289,7 +289,7 @@ async def _run(
         try:
             await wait_for_head_failure()
         except ClusterError as error:
-            # At once, because the clean-up may take a while.
+            # Print the error at once, because the clean-up may take a while.
             console.print(str(error))
             raise
 

@@ -184,7 +184,7 @@ class Actors:
 
 START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
-"""A name rather than an import, because training code must not import the sandbox."""
+"""Import path of the rule judge's server: a name, because training code must not import the sandbox."""
 STALE_IMPORTANCE_CAP = 2.0
 """Value of ``learner.importance_cap`` if it is null and ``train.staleness`` is above 0."""
 
@@ -361,7 +361,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         check_judge_context(config)
     elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
-        # Its servers start with the actors, so the first judge worker checks them.
+        # The judge's vLLM servers start with the actors, so the first judge worker checks them.
         check_budget(judge, judge.model)
     elif judge.rule_judge.start:
         with _rule_judge(config, console) as endpoint:
@@ -443,7 +443,7 @@ def unwrap_ray_errors() -> Iterator[None]:
 def unwrap_ray_error(error: BaseException) -> DracoError | None:
     """The one-line error behind an error of an actor; None if the error is unexpected, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
-        # Each actor that re-raises an error wraps it again.
+        # Ray wraps an error once more in each actor that passes it on.
         if error.cause is None or error.cause is error:
             return None
         error = error.cause
@@ -545,7 +545,7 @@ async def training_session(
             pending=pending,
             evaluation=_before_after(config, actors, run, progress, console, observer.held_out, pending.of),
         )
-        # Pushed last, so that it runs first at the end.
+        # Callbacks run in reverse order: this one, pushed last, runs first at the end.
         parts.callback(progress.start, "ending")
         yield trainer
 
@@ -559,7 +559,7 @@ def _before_after(
     tell: Tell,
     wait: Wait,
 ) -> HeldOutEvaluator | HeldOutJudgeEvaluator | None:
-    """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none. None: not at all."""
+    """The measurement of held-out tasks, by the environment's evaluator or else by the judge; None if disabled."""
     if not config.train.evaluate_before_after:
         return None
     environment = make_environment(config.environment, config.data)

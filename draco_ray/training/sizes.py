@@ -14,7 +14,7 @@ from draco_ray.engine.model_config import language_config
 from draco_ray.judging.judge_context import context_problem
 
 PROCESSES_BYTES = 5 << 30
-"""Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
+"""Memory of a run's processes without weights, caches and activations, in bytes: the demo's peak is 6 GiB."""
 
 
 def ray_address(config: DracoConfig) -> str | None:
@@ -50,9 +50,9 @@ def with_gradient_checkpointing(config: DracoConfig) -> DracoConfig:
 def keeps_activations(config: DracoConfig) -> bool:
     """Whether a learner on the CPU has memory for all activations.
 
-    They may take half of the memory that is free now, and a third of what the machine has beyond a run's processes,
-    because weights and caches take the rest. The size is estimated from ``config.json`` for a dense decoder; False if
-    the file lacks the needed sizes.
+    Activations may take at most half of the memory that is free now, and at most a third of what the machine has beyond
+    a run's processes, because weights and caches take the rest. The size is estimated from ``config.json`` for a dense
+    decoder; False if the file lacks the needed sizes.
     """
     learner, agent = config.learner, config.agent
     if learner.gpus_per_worker > 0:

@@ -59,7 +59,7 @@ class StreamedUpdate:
     """The results of the learner for one training step."""
 
     updates: list[UpdateMetrics] = field(default_factory=list)
-    """One per minibatch."""
+    """Metrics of the optimizer updates, one per minibatch."""
     fed: list[Any] = field(default_factory=list)
     """The groups' samples, in the order in which the learner got them."""
     busy: list[Interval] = field(default_factory=list)
@@ -174,7 +174,7 @@ class WeightSync:
         Raises:
             CanaryFailed: an engine serves other weights.
         """
-        # A step without an update changes no weights, so no effect can be required.
+        # A step without an update changes no weights, so the canary cannot require an effect.
         self.moved = self.moved or updated
         await self.publish(version)
         if probe is None:
@@ -342,7 +342,7 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            # Tasks leave an epoch only at a resume, or because they rest.
+            # Tasks are removed from an epoch only at a resume, or because they rest.
             if step == part.first_step or patience is not None:
                 there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
                 left = [task for task in left if task in there]
@@ -369,7 +369,7 @@ class Batch:
     """Each resolves to a reference to the group's samples, or None."""
 
     async def cancel(self) -> None:
-        """Cancel what is not done; resulting errors are ignored, since the caller reports the first one."""
+        """Cancel the tasks that are not done and ignore all errors, since the caller reports the first one."""
         tasks = [*self.work, *self.held_out]
         for task in tasks:
             task.cancel()
@@ -398,7 +398,7 @@ class BatchScheduler:
     recorded: frozenset[int] = frozenset()
     """Steps that have finished rollouts of an earlier process of this run, which are reused."""
     _ahead: dict[int, Batch] = field(default_factory=dict, init=False)
-    """The groups of each step that has begun."""
+    """Later step that has begun -> its groups."""
 
     @property
     def ahead(self) -> bool:
@@ -432,7 +432,7 @@ class BatchScheduler:
     async def _take_over(self, step: int, groups: Mapping[str, str]) -> None:
         """Give a step's recorded rollouts to the pool, which returns them instead of playing new ones.
 
-        Others are dropped, such as those of tasks that no longer exist.
+        Recorded rollouts that the step does not need are dropped, such as those of tasks that no longer exist.
 
         ``groups``: name of each group, by task id.
         """
@@ -541,7 +541,7 @@ class Trainer:
         Raises: as `train`.
         """
         before = await self._measure(0, done)
-        # The run may have been stopped between the step and its evaluation.
+        # The run may have been stopped between step ``done`` and the evaluation after it.
         await self._between(done, last)
         await self.train(done + 1, last)
         if self.evaluation and before and last and (after := await self._measure(last, done)):
@@ -552,8 +552,7 @@ class Trainer:
         """Train from step ``first`` to step ``last``, inclusive.
 
         Raises:
-            RunStopped: by `draco_ray.training.watchdog`: too many steps without a group, or a step or an evaluation
-                took too long.
+            RunStopped: see `Watchdog`; or a step or an evaluation took too long.
         """
         try:
             for step in range(first, last + 1):
@@ -563,7 +562,7 @@ class Trainer:
                 try:
                     self._watchdog.check_drift(metrics, self.console.print)
                 except RunStopped:
-                    # Resumed from an earlier checkpoint, the run would stop at this step again.
+                    # Write a checkpoint: resumed from an earlier one, the run would repeat this step and stop again.
                     if step % self.config.train.checkpoint_every and step < last:
                         await self._checkpoint(step)
                     raise
@@ -574,7 +573,7 @@ class Trainer:
             self._watchdog.end()
         finally:
             await self.batches.cancel()
-            # Also do this if the run is stopped, to keep what its last step has learned.
+            # Wait for the checkpoint even if the run is stopped, to keep what its last step has learned.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
@@ -677,7 +676,7 @@ class Trainer:
                 self.pending,
                 in_order=self.config.engine.deterministic,
             )
-            # Do this before engines on the same GPU wake up and take the memory that this forward pass needs.
+            # Compute the probe before engines on the same GPU wake up and take the memory that its forward pass needs.
             probe = await self.pending.wait("the learner's log-probs for the canary", self.weights.probe(update.fed))
         return update, probe
 

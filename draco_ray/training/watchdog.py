@@ -23,7 +23,7 @@ from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import format_duration
 
 COST = 30
-"""Sampling memory takes at most 1/COST of the time; it is slow because the kernel walks every page."""
+"""The memory thread spends at most 1/COST of its time on samples, which are slow: the kernel walks every page."""
 
 
 def tree_memory_bytes() -> int:
@@ -173,14 +173,14 @@ class Watchdog:
         """Check a finished step for a policy that exploits its judge; ``say`` prints a warning.
 
         Raises:
-            RunStopped: it finds one and ``watch.drift`` is ``stop``. A resumed run goes on with the next step.
+            RunStopped: there is evidence, and ``watch.drift`` is ``stop``. A resumed run goes on with the next step.
         """
         signs = []
         if metrics.get("drift_significant"):
             signs.append(
                 f"less than {metrics['drift_share']:.0%} of the criteria in more of the best-rewarded rollouts than of "
-                f"middle ones, by {100 * metrics['drift']:.0f} points (95 % interval {100 * metrics['drift_low']:.0f} "
-                f"to {100 * metrics['drift_high']:.0f})"
+                f"those with a middle reward, by {100 * metrics['drift']:.0f} points (95 % interval "
+                f"{100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f})"
             )
         if metrics.get("fall_significant"):
             signs.append(
@@ -231,7 +231,7 @@ async def cancel_on_loss(
 
     Args:
         losses: each waits for one such loss and raises. Its error is raised once ``work`` has ended.
-        cancelled: called if this is cancelled, before ``work`` is.
+        cancelled: called if this call is cancelled, before ``work`` is cancelled.
     """
     working, watched = asyncio.create_task(work), [asyncio.create_task(loss) for loss in losses]
     try:

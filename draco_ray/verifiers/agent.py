@@ -86,10 +86,10 @@ class VerifiersAgent:
 
 
 def _others(traces: Sequence[Mapping[str, Any]], trained: set[str]) -> Iterator[tuple[float, Mapping[str, Any]]]:
-    """Messages of the traces that are not ``trained``: a time of the monotonic clock, and the chat message."""
+    """Messages of the traces whose id is not in ``trained``: (time of the monotonic clock, chat message) of each."""
     clock = time.time() - time.monotonic()
     for trace in traces:
-        # The role "assistant" is the policy's.
+        # The role "assistant" is reserved for the policy.
         role = "other agent" if trace["agent"] == "assistant" else trace["agent"]
         if trace["id"] not in trained:
             yield from ((said["at"] - clock, {**said["message"], "role": role}) for said in trace["said"])

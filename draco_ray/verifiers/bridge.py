@@ -38,11 +38,11 @@ WANTED = "0.4"
 MOST_TASKS = 10_000
 """Maximum number of tasks of a split."""
 HELD_OUT = 50
-"""Maximum tasks of the default split ``dev``, which is a fifth of a small taskset."""
+"""Maximum number of tasks of the default split ``dev``, which is a fifth of a small taskset."""
 UNBOUNDED = 1000
-"""Tasks of the default split ``train`` of an infinite taskset."""
+"""Number of tasks of the default split ``train`` of an infinite taskset."""
 _END_SECONDS = 10.0
-"""Maximum time for ending episodes and the processes that verifiers has started."""
+"""Maximum time, in seconds, for ending episodes and the processes that verifiers has started."""
 
 
 class UnusableTaskset(Exception):
@@ -56,7 +56,7 @@ class LoadedEnvironment:
     """The configured environment with its taskset, and the tasks by id."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Load taskset and environment. Raises: Unusable."""
+        """Load taskset and environment. Raises: UnusableTaskset."""
         self.options = options
         path = list(options["path"])
         taskset = str(options["taskset"].get("id", ""))
@@ -119,7 +119,7 @@ def _check_version() -> None:
 
 
 def _environment(options: dict[str, Any]) -> Any:
-    """The environment's configuration. Raises: Unusable."""
+    """The environment's configuration. Raises: UnusableTaskset."""
     from verifiers.v1.utils.loaders import resolve_env_config, taskset_class
 
     taskset = options["taskset"]
@@ -159,7 +159,7 @@ def _environment(options: dict[str, Any]) -> Any:
 def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
     """Set a local runtime for harnesses that never run programs of the policy.
 
-    Raises: Unusable: a harness lets the policy run programs, and no runtime is configured.
+    Raises: UnusableTaskset: a harness lets the policy run programs, and no runtime is configured.
     """
     from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
     from verifiers.v1.runtimes import SubprocessConfig
@@ -302,7 +302,7 @@ class Player:
 
         self._found, self._truth = found, bool(found.options["truth"])
         if not self._truth:
-            # For every task, also those that an environment makes while it plays.
+            # Set on the class, so that it also holds for tasks that an environment makes while it plays.
             Task.scoring_deferred = True
         self.running: set[asyncio.Task[Any]] = set()
         """Episodes that are running or being ended."""
@@ -352,7 +352,7 @@ class Player:
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
 
     def _check_usable(self, episode: Any) -> None:
-        """Raises: Unusable: the episode failed before its first message, and would fail so in every retry."""
+        """Raises: UnusableTaskset: the episode failed before its first message, and would fail so in every retry."""
         if any(node.sampled for trace in episode.traces for node in trace.nodes):
             return
         taskset = self._found.options["taskset"]["id"]
@@ -360,7 +360,7 @@ class Player:
             # The package verifiers formats errors of its own process like this; the output of programs looks different.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise UnusableTaskset(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
-            # The endpoint's error message.
+            # This is how the endpoint reports a chat template without tools.
             if refused := re.search(r"the chat template of [^\n]* does not support tools [^\n\"]*", error.message):
                 raise UnusableTaskset(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
 
@@ -433,10 +433,10 @@ def main() -> None:
     """Run the command in the arguments; see the module's docstring."""
     options = json.loads(sys.stdin.readline())
     control, out = os.dup(0), os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # Other code must not read this input, and its output must not be mistaken for an answer.
+    # A task's code must not read this stdin, and what it prints must not be mistaken for an answer on stdout.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    # Imports stay in memory; garbage collection would take 20 % of the time.
+    # While modules are imported, little becomes garbage, and collecting it would take 20 % of the time.
     gc.disable()
 
     def answer(told: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tasksets of the package ``verifiers`` as an environment: its own code plays the episodes, in another process."""
+"""Tasksets of the package ``verifiers`` as an environment: verifiers plays the episodes, in another process."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class VerifiersEnvironment(Environment):
         offers = self._listing.tools
         if offers is None:
             return
-        # Listing tasks needs no tokenizer.
+        # Imported here, because listing tasks needs no tokenizer.
         from draco_ray.engine.chat import ChatTokenizer
         from draco_ray.engine.model_directory import load_tokenizer
         from draco_ray.engine.tool_calls import check_tool_calls_parsable

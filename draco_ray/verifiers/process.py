@@ -23,7 +23,7 @@ from draco_ray.verifiers.options import VerifiersOptions, bridge_options_json, v
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
-"""Environment variables with the locations of data, which are passed on to verifiers."""
+"""Environment variables about the location of data and caches, which are passed on to verifiers."""
 _LIST_SECONDS = 900.0
 """Time limit for loading a taskset, including a download of its data."""
 _END_SECONDS = 15.0
@@ -137,7 +137,7 @@ class BridgeProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether its process is running."""
+        """Whether the bridge's process is running."""
         return self._process.poll() is None
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,14 +163,14 @@ class BridgeProcess:
         return told
 
     def last_words(self) -> str:
-        """The end of its output."""
+        """The end of the bridge's output."""
         with contextlib.suppress(OSError), self._output.open("rb") as output:
             output.seek(max(0, os.fstat(output.fileno()).st_size - 4000))
             return " ".join(output.read().decode("utf-8", "replace").split())[-300:]
         return ""
 
     async def kill(self) -> None:
-        """End the process and its descendants; it first gets time to end by itself."""
+        """End the process and its descendants; the process first gets time to end by itself."""
         self._control.close()
         await asyncio.shield(asyncio.to_thread(self._end))
 
@@ -194,7 +194,7 @@ class SharedBridge:
         self._start = functools.partial(BridgeProcess.start, options, config, ground_truth=ground_truth)
         self._most = config.recycle_after_tasks * config.slots_per_worker
         self._bridges: list[BridgeProcess] = []
-        """The last one plays new episodes; earlier ones finish theirs."""
+        """Running bridges: the last one plays new episodes, earlier ones finish the episodes that they play."""
         self._starting = asyncio.Lock()
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from typing import Generic, TypeVar
 
 WorkerT = TypeVar("WorkerT")
 MAX_GROUPS = 10_000
-"""Groups for which the last worker is remembered; the least recently used are forgotten."""
+"""Maximum number of groups whose last worker is remembered; the least recently used are forgotten."""
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 30.0, 600.0
-"""Pause after a worker failed a call; it doubles with each failure in a row, up to the maximum."""
+"""Pause of a worker after a failed call, and its maximum: the pause doubles with each failure in a row."""
 
 
 class PooledWorker(Generic[WorkerT]):
@@ -25,7 +25,7 @@ class PooledWorker(Generic[WorkerT]):
         self.number = number
         """Index in order of request; never reused."""
         self.up = False
-        """Whether it answers. False while it waits for a node or restarts."""
+        """Whether the worker answers; False while it waits for a node or restarts."""
         self.calls = 0
         """Number of unanswered calls."""
         self.idle_since = now

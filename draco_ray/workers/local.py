@@ -43,7 +43,7 @@ class LocalActor:
             return call
         found = [asyncio.ensure_future(_nth(call, index)) for index in range(results)]
         for each in found:
-            # Only the first error is raised; asyncio would log the others at length.
+            # A call's error is in each of its results. Retrieve it, or asyncio logs it for results that nobody awaits.
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
         return found
 

@@ -80,7 +80,7 @@ class WorkerUnavailable(Exception):
 
 
 class WorkerLost(Exception):
-    """A worker is lost for good; waiting calls raise the cause."""
+    """A worker is lost for good; if it was the last one, waiting calls raise the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         await _answered_or_abandoned(pooled, answer)
         ended = answer.done() and not answer.cancelled()
         error = answer.exception() if ended else None
-        # Do this before releasing the slot, or a retry of this call would take the slot.
+        # Mark or record the worker before releasing the slot, or a retry of this call would take the slot.
         if isinstance(error, WorkerUnavailable):
             self._down(pooled, error)
         elif ended and error is None:
@@ -244,7 +244,7 @@ class MonitoredWorkers(Generic[WorkerT]):
 
     async def _ping(self, pooled: PooledWorker[WorkerT]) -> None:
         await self._up(pooled.worker)
-        # There is no await in between, so the result of the health check is still valid.
+        # There is no await after the health check, so its result is still valid.
         self.workers.mark_up(pooled)
 
     async def _answered(self, answer: asyncio.Future[Any]) -> bool:

@@ -1,7 +1,7 @@
 """A judge's calls killed at every line that keeps a reply, a bill or a row, each time resumed to the end.
 
 Run as a process: ``python -m tests.support.kill_points FOLDER``. It prints a JSON line for two runs with one cache and
-one per kill point: what the provider was paid, and what the book of requests and the archive contain after the run was
+one per kill point: what the provider was paid, and what the cost ledger and the archive contain after the run was
 resumed.
 """
 

@@ -96,7 +96,7 @@ def test_a_split_without_a_task_is_refused_and_not_measured_as_zero(monkeypatch:
     environment = SimpleNamespace(evaluates=True, tasks=lambda split: ["a"] if split == "train" else [])
     config = load_config("sandbox")
     monkeypatch.setattr(checks, "with_environment", lambda config: (config, environment))
-    with pytest.raises(ConfigError, match=rf"data.eval_split={config.data.eval_split}: .* has no task in it"):
+    with pytest.raises(ConfigError, match=rf"data.eval_split={config.data.eval_split}: .* has no task in this split"):
         checks.check_environment(checks.CheckContext(config, Console(quiet=True)))
     untested = config.updated(train={"evaluate_before_after": False})
     checks.check_environment(checks.CheckContext(untested, Console(quiet=True)))

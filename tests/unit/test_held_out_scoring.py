@@ -393,7 +393,7 @@ def test_a_run_warns_or_stops_as_it_is_told() -> None:
     assert len(said) == 1
     assert said[0].startswith(
         "step 4: the held-out judge passes less than 40% of the criteria in more of the best-rewarded rollouts than of "
-        "middle ones, by 31 points (95 % interval 20 to 42)"
+        "those with a middle reward, by 31 points (95 % interval 20 to 42)"
     )
     fallen = {"step": 4, "fall": 0.2, "fall_low": 0.1, "fall_high": 0.3, "fall_significant": 1}
     Watchdog(WatchConfig()).check_drift(fallen, said.append)

@@ -272,7 +272,7 @@ async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_ca
     other.close()
 
 
-# --- the book of requests ---------------------------------------------------------------------------------------------
+# --- the cost ledger --------------------------------------------------------------------------------------------------
 
 
 async def test_a_request_is_in_the_book_with_the_most_until_it_is_settled(tmp_path: Path) -> None:
@@ -315,9 +315,7 @@ def test_a_damaged_book_is_said(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreError) as problem:
         read_cost_ledger(tmp_path)
-    assert f"the log of judge requests {tmp_path / FILE} cannot be read: file is not a database; restore" in str(
-        problem.value
-    )
+    assert f"the cost ledger in {tmp_path / FILE} cannot be read: file is not a database; restore" in str(problem.value)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +332,7 @@ def test_a_book_that_does_not_say_dollars_is_named(tmp_path: Path, row: tuple[ob
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("INSERT INTO requests VALUES (?, ?, ?)", row)
     for run in ("", "other/"):
-        with pytest.raises(StoreError, match="the log of judge requests .* cannot be read: request ") as problem:
+        with pytest.raises(StoreError, match="the cost ledger in .* cannot be read: request ") as problem:
             read_cost_ledger(tmp_path, run)
         assert "\n" not in str(problem.value)
 

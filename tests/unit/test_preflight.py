@@ -69,7 +69,7 @@ def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
 
 
 def test_judge_slots_are_needed_only_where_a_rubric_is_used(paper: DracoConfig) -> None:
-    assert "judge.workers=2 and the union's worker need 3" in refusal(paper, BIG | {"judge": 2.0})
+    assert "judge.workers=2 and the union phase's worker need 3" in refusal(paper, BIG | {"judge": 2.0})
     # What evaluation asks.
     check_resources(paper.updated(algorithm={"reward": "outcome"}), [BIG | {"judge": 0.0}])
     for setting in ("outcome", "random"):

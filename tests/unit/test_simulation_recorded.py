@@ -146,7 +146,7 @@ def test_runs_that_say_too_little_are_refused(make: object, problem: str, tmp_pa
 def test_a_step_without_rows_of_rollouts_is_named(tmp_path: Path) -> None:
     made = timed_run(tmp_path / "run", steps=4)
     (made.tables / "trajectories" / "step00003.parquet").unlink()
-    with pytest.raises(ConfigError, match="step 3: none of its rollouts"):
+    with pytest.raises(ConfigError, match="step 3: none of the step's rollouts"):
         said(made.path)
 
 

@@ -292,7 +292,7 @@ def test_held_out_tasks_of_which_something_else_is_expected_are_named_once(
         row = {"id": "t", "instruction": "Do it.", "split": "dev", "expected": what}
         (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
 
-    resumed, line = Resumed(run, monkeypatch), "changed: the held-out tasks of dev, or what is expected of them"
+    resumed, line = Resumed(run, monkeypatch), "changed: the held-out tasks of dev, or their ground truth"
     keys = {"environment.use": "tasks", "data.root": tmp_path, "data.eval_split": "dev"}
     changes = [*(f"{key}={value}" for key, value in keys.items()), "train.evaluate_before_after=true"]
     expect("3")

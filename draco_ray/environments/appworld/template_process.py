@@ -144,8 +144,8 @@ class TemplateProcess:
 def shared_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
     """This process's template of ``key``; starts it if there is none or it has died, and blocks until it is ready.
 
-    Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: the template was
-        killed or was not ready in time.
+    Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: AppWorld
+        cannot be loaded, or the template was killed or was not ready in time.
     """
     with _starting:
         template = _templates.get(key)

@@ -198,7 +198,7 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 def _ceilings(
     run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig
 ) -> Iterator[tuple[WritingCall, str, Rubric]]:
-    """Comparisons of the run's own judge with itself: a call, the rollout or step of the other call, and its criteria.
+    """Comparisons of the run's own judge with itself: a call, and another call's rollout or step and criteria.
 
     The stage-2 calls of a group's first two rollouts are compared, and a task's union with the task's next union.
     """

@@ -1,7 +1,7 @@
 """Apply advantage rules to recorded verdicts: the advantages that each rule would give, without asking the judge again.
 
-Credit calls cover only what the run's own rule needed. If under another rule more criteria survive, or the rewards
-of a group differ that were equal before, citations are missing. The column ``no_citation`` counts such rollouts.
+Credit calls cover only what the run's own rule needed. If another rule lets more criteria survive, or gives different
+rewards to a group whose rewards were equal, citations are missing. The column ``no_citation`` counts such rollouts.
 """
 
 from __future__ import annotations

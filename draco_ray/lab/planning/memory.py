@@ -42,13 +42,13 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of one learner worker: resident items, and the items that exist only at one of three moments."""
+    """Memory of one learner worker: items that are always resident, and the further ones at three moments."""
 
     resident: tuple[MemoryItem, ...]
     forward: tuple[MemoryItem, ...]
-    """Items that exist only at the LM head, after the forward pass of all layers."""
+    """Further items at the LM head, after the forward pass of all layers."""
     backward: tuple[MemoryItem, ...]
-    """Items that exist only in the backward pass of the largest layer."""
+    """Further items in the backward pass of the largest layer."""
     update: tuple[MemoryItem, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
@@ -200,7 +200,7 @@ def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
 
 
 def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
-    """Number of values per token that workers exchange for a layer's mixer: its input projections and its output."""
+    """Array elements per token that workers exchange for a layer's mixer: its input projections and its output."""
     if (delta := _delta_net(shape, layer)) is None:
         return 2 * shape.queries + 2 * shape.keys
     return delta.channels + 2 * delta.values + 2 * delta.value_heads

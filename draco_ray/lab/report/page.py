@@ -120,8 +120,9 @@ HELD = (
     "for training."
 )
 DRIFT = (
-    "By how much more often the held-out judge fails the best-rewarded rollouts than middle ones (at most 0 without a "
-    "hack), and by how much its pass share of the better half has fallen; with 95 % intervals."
+    "How much more often the held-out judge fails the rollouts with the best reward than those with a middle reward "
+    "(at most 0 without a hack), and how far its pass share of the better-rewarded half of a group has fallen; with "
+    "95 % intervals."
 )
 QUALITY = "Quality Q of a step: share of passes among the verdicts that cite it."
 
@@ -171,7 +172,7 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
-    """Charts of two judges' pass rates on the same rollouts, and of signs of a hack; empty without a held-out judge."""
+    """Charts of pass rates by the judge and the held-out judge, and of signs of a hack; empty without the latter."""
     lines = [line | {"training_step": line["step"]} for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []
@@ -181,7 +182,7 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
         return found
 
     both = [curve("judge", "held_out_trained_rate"), curve("held-out judge", "held_out_rate")]
-    signs = [curve("below middle ones", "drift"), curve("below earlier steps", "fall")]
+    signs = [curve("below middle-reward rollouts", "drift"), curve("below earlier steps", "fall")]
     flagged = [str(line["step"]) for line in lines if line["drift_significant"] or line.get("fall_significant")]
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [

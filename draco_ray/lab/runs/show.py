@@ -36,7 +36,7 @@ COLUMNS = {
 }
 """Metrics shown, by their names in metrics.jsonl."""
 OF_TRACES = ("step", "reward", "groups_with_signal", "judge_dollars", "seconds")
-"""Metrics shown for judged traces; not ``pass_rate``, which pools a step's verdicts: the pass share averages traces."""
+"""Metrics shown for judged traces; without ``pass_rate``, which pools a step's verdicts, unlike the pass share."""
 
 
 def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:

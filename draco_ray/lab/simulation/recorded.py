@@ -213,7 +213,7 @@ def _step(run: RunDirectory, line: Row) -> Step:
         for task, rollouts in _rollouts(run, number, spans["rollout"]).items()
     ]
     if not groups:
-        raise ConfigError(f"{run.path}: step {number}: the table trajectories contains none of the step's rollouts")
+        raise ConfigError(f"{run.path}: step {number}: none of the step's rollouts is in the table trajectories")
     return Step(
         number=number,
         began=min(span["started_at"] for span in spans["sync"]) - (seconds - after),

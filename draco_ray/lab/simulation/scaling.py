@@ -127,9 +127,10 @@ def scale_resources(run: RecordedRun, rollouts: int) -> ResourceCounts:
 
 
 def scale_to_gpus(run: RecordedRun, setting: ResourceCounts, gpus: int) -> ResourceCounts:
-    """The setting on ``gpus`` GPUs, split as in the run; an engine or a learner on CPUs counts as one GPU.
+    """The setting on ``gpus`` GPUs, split over engines and learner as in the run.
 
-    Slots, the total number of sequences, judge workers and limits scale with the number of engines.
+    An engine or a learner on CPUs counts as one GPU. Slots, the total number of sequences, judge workers and limits
+    scale with the number of engines.
     """
     per_engine, learner = run.gpus_per_engine or 1.0, run.learner_gpus or 1.0
     whole = setting.engines * per_engine + learner

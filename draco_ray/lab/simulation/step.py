@@ -147,7 +147,7 @@ class Engine:
         self.rollouts = 0
         self._slowdown, self._room = slowdown, PrioritySemaphore(sequences)
         self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Running sequences as (progress at the sequence's end, number of its arrival, future)."""
+        """Running sequences as (progress at the sequence's end, arrival number, future)."""
         self._arrivals = itertools.count()
         self._progress, self._at = 0.0, 0.0
         """``_progress``: seconds that a sequence would have taken alone; ``_at``: time at which it was last updated."""

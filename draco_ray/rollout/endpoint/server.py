@@ -123,7 +123,7 @@ class Endpoint:
             if self._serving is not None and not self._serving.done():
                 return
             self._folder = PrivateTempDir()
-            # Any user may connect to the socket, as jailed programs may run as another user; its folder is private.
+            # The folder is private, but jails map the socket for programs of other users, so any user may connect.
             listening = [socket.create_server((HOST, 0), backlog=1024), unix_server(Path(self.socket_path))]
             self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [

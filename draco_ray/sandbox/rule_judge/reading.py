@@ -1,7 +1,7 @@
 """Parses a judge prompt: the inverse of `draco_ray.judging.render`.
 
-Quoted text is found by the secret code in the markers of its evidence blocks, so it cannot imitate a marker. The parser
-works for any prompt set, because all sets have the same formats for placeholders.
+Evidence blocks are found by the secret code in their markers, so the text that they quote cannot imitate a marker. The
+parser works for any prompt set, because all sets have the same formats for placeholders.
 """
 
 from __future__ import annotations

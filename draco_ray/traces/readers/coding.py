@@ -244,10 +244,10 @@ def _exec_item(item: Mapping[str, Any]) -> Iterator[Entry]:
             yield Entry(role="tool", text=result_text(only or results), call_id=text_of(item, "id"))
 
 
-# --- OpenHands -------------------------------------------------------------------------------------------------------
-
-
 _EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
+
+
+# --- OpenHands -------------------------------------------------------------------------------------------------------
 
 
 def is_openhands(record: object) -> bool:

@@ -36,7 +36,7 @@ def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         linked = any(each.get("parent_message_uuid") for each in said.values())
         nodes = _branch(said, last, "parent_message_uuid") if linked else list(said.values())
         messages = [_of_claude(each) for each in nodes]
-    # Reasoning and the call that follows it are separate messages.
+    # ``item``: in the exports, a turn may be several messages, e.g. reasoning and the call that follows it.
     yield build_trace([replace(each, item=True) for each in entries(messages)], record, reading)
 
 
@@ -65,7 +65,7 @@ def _of_chatgpt(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages; successive ones of a tool are merged, since they answer the same call."""
+    """The messages, with consecutive messages of a tool merged, since they answer the same call."""
     found: list[dict[str, Any]] = []
     for message in messages:
         if found and message["role"] == found[-1]["role"] == "tool":

@@ -19,7 +19,7 @@ def is_langsmith(record: object) -> bool:
 
 
 def session(record: Any, file: str) -> str | None:
-    """The trace that a run belongs to."""
+    """Id of the trace that a run belongs to; without one, the run's own id, or else the file."""
     return str(record.get("trace_id") or record.get("id") or file)
 
 
@@ -39,11 +39,11 @@ def read(runs: Any, reading: ReadOptions) -> Iterator[Trace]:
     if not any(entry.role == AGENT for entry in said):
         said = main_conversation([ModelCall(inputs=_messages(run["inputs"]), outputs=_answer(run)) for run in models])
     elif not any(entry.role == "system" for entry in said):
-        # A graph's state does not contain the prompt that a node prepends.
+        # The state of a LangGraph graph lacks a system prompt that a node prepends: take it from the first model run.
         told = [entry for run in models[:1] for entry in _messages(run["inputs"]) if entry.role == "system"]
         said = told + said
     if not said:
-        raise BadTrace("none of its runs contains messages")
+        raise BadTrace("no run of the trace contains messages")
     yield build_trace(
         said,
         {**object_of(object_of(root, "extra"), "metadata"), **root},
@@ -54,14 +54,14 @@ def read(runs: Any, reading: ReadOptions) -> Iterator[Trace]:
 
 
 def _flat(runs: Any) -> Iterator[Any]:
-    """Runs with their descendants."""
+    """The runs and all their descendants (``child_runs``)."""
     for run in runs:
         yield run
         yield from _flat(run.get("child_runs") or ())
 
 
 def _state(run: Mapping[str, Any]) -> list[Entry]:
-    """The messages of a graph's last state."""
+    """The messages in the final state of a LangGraph graph, which ``run`` outputs; empty if there are none."""
     after = get_field(run.get("outputs"), "messages") or path_value(run, "outputs.output.messages")
     return entries(after) if is_messages(after) else []
 
