@@ -100,7 +100,7 @@ class EngineFleet:
         await self._each_up(self._update)
 
     async def prove(self, proof: Callable[[Scorer], Awaitable[ProofT]]) -> list[ProofT]:
-        """Run a proof on every engine that is up. Until the next `load`, engines that start must pass it, too.
+        """Run a check on every engine that is up. Until the next `load`, engines that start must pass it, too.
 
         Returns: the results, of at least the minimum number of engines.
         Raises: what the proof raises; EngineError if an engine is lost for good.

@@ -218,7 +218,7 @@ def engine_lora_modules(config: Mapping[str, Any], source: str) -> list[str] | N
 
 
 def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
-    """Refuse a model whose heads do not divide by the ``workers`` that share a micro-batch, by its ``config.json``.
+    """Refuse a model whose number of attention heads is not divisible by the ``workers`` that share a micro-batch.
 
     Raises: ConfigError.
     """

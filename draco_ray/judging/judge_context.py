@@ -27,7 +27,7 @@ QUOTED_REPLY_CHARACTERS = 20_000
 LEAST_ROOM = 700
 """Minimum room for a prompt in tokens, however small the judge's context."""
 CRITERION_TOKENS = 256
-"""Tokens of a criterion with its JSON; those of the static rubric take 172 at `CHARACTERS_PER_TOKEN`."""
+"""Tokens counted for each criterion and its JSON; the static rubric's criteria have 172 each."""
 TURN_TOKENS = 32
 """Tokens of the headings of a turn and its output, and of thinking tags."""
 

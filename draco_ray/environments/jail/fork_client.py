@@ -37,7 +37,7 @@ class ForkClient:
                 answer = await loop.sock_recv(self._control, 256)
         finally:
             if previous is not None:
-                # Close it only after the order: a process ends by itself when its socket closes.
+                # Close this socket only after the order is sent, since closing it ends the previous process.
                 previous.close()
         if not answer:
             raise ConnectionError("the server has ended")

@@ -58,7 +58,7 @@ def serve_command(config: JudgeConfig, host: str, port: int) -> list[str]:
     words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
-    # The server's statistics show whether it makes progress; a reply's usage states the tokens from the prefix cache.
+    # Replies state the prompt tokens from the prefix cache. Progress is read from statistics, not from access logs.
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     # No optional whitespace in replies that follow a schema.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]

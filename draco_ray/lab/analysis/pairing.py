@@ -61,7 +61,7 @@ class Pairing(Question[Pairs]):
         return self.name
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The two lists."""
+        """The prompt's placeholders: the two lists of criteria."""
         first, second = (self.other, self.one) if self.swapped else (self.one, self.other)
         return {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
 

@@ -75,7 +75,7 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
         facts: facts about the environment.
     """
     prompts = [prompt for each in batch for prompt in each.prompts]
-    # No policy wrote the tasks, so the evidence code need not be secret; it only must not occur in them.
+    # No policy wrote the tasks, so the evidence code need not be secret; it must merely not occur in them.
     code = render.evidence_code(b"", repr(prompts))
     tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
     values = {

@@ -29,7 +29,7 @@ EVERY_CREDIT = AlgorithmConfig(skip_useless_credit_calls=False)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A planted rollout, its verdicts, attributions and advantages."""
+    """A rollout with a planted fault, its verdicts, attributions and advantages."""
 
     planted: PlantedRollout
     truth_K: IntArray
