@@ -88,9 +88,9 @@ class Pipeline:
     after the last retry the result's `member` is None."""
     judges: JudgePool
     """Its `ask` runs `draco_ray.judging.judge.ask_phase` in a judge worker; if that worker hangs or is lost, in another
-    one."""
+    one. With ``judge.jury`` several judges vote on the verdicts (`draco_ray.judging.panel`)."""
     advantages: Any
-    """The advantage actor, a `draco_ray.algorithm.computer.AdvantageComputer`."""
+    """The advantage actor: a `draco_ray.algorithm.computer.AdvantageComputer`, with `probe` for the canary."""
     keep: Any
     """The actor that stores results, a `draco_ray.runs.store_actor.RunStoreActor`, or a stand-in with its methods."""
     static_rubric: Any = None

@@ -39,7 +39,10 @@ class AdvantageComputer:
         self._rule = find_rule(config.rule, config.reliability)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[Reference]) -> RewardSummary:
-        """Apply discriminative dropout and Eq. ``rubric-reward`` to the rollouts whose scoring call succeeded."""
+        """Apply discriminative dropout and Eq. ``rubric-reward`` to the rollouts whose scoring call succeeded.
+
+        The result decides which credit calls are made; `from_verdicts` computes the rewards again.
+        """
         scored, verdict_GK = _verdicts(rollouts, [await resolve(ref) for ref in scores])
         surviving_K = self._rule.surviving(verdict_GK)
         rewards_G = self._rule.rewards(verdict_GK, surviving_K)

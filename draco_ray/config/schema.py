@@ -599,7 +599,7 @@ class AlgorithmConfig(ConfigSection):
     group_size: int = Field(6, ge=2)
     """G: rollouts per task."""
     reward: Literal["rubric", "outcome", "random"] = "rubric"
-    """rubric (weighted verdicts), outcome (the environment's evaluator; not outcome-blind) or random."""
+    """rubric (the judge's verdicts), outcome (the environment's evaluator; not outcome-blind) or random."""
     rubric: Literal["dynamic", "static"] = "dynamic"
     """dynamic: the judge writes a rubric for each task and its rollouts; static: one fixed list of criteria."""
     static_rubric: Path | None = None

@@ -80,8 +80,8 @@ class LearnerWorker:
     def accumulate(self, *groups: Sequence[TrainingSample]) -> None:
         """Add the gradients of whole groups.
 
-        Before the first update of a training step the importance ratio is 1, because the current policy sampled the
-        groups; after it, their old log-probs must have been computed with `remember_old_logprobs`.
+        Before the first update of a training step the importance ratio is 1, because the weights are still those at
+        the step's start; after it, their old log-probs must have been computed with `remember_old_logprobs`.
 
         Raises: ValueError if they were not.
         """

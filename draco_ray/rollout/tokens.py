@@ -130,7 +130,7 @@ class TokenConversation:
         )
         if len(sample.token_ids) != len(sample.logprobs):
             raise ValueError(f"the engine returned {len(sample.token_ids)} tokens but {len(sample.logprobs)} log-probs")
-        # Weights should not change within an episode; if they do, the oldest version is recorded.
+        # Weights change within an episode only with train.staleness; the oldest version is recorded.
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
         use = None if cut or self._tools is None else await self._policy.read_calls(text, self._tools)

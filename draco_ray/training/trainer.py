@@ -385,8 +385,8 @@ class Batch:
 class BatchScheduler:
     """Sends the tasks of each step into the pipeline.
 
-    With ``train.staleness`` = n, the rollouts of the next n steps begin as soon as this step leaves slots free. They
-    are sampled with the current weights, which are at most n versions older than the weights that learn from them. A
+    With ``train.staleness`` = n, the rollouts of the next n steps begin as soon as this step leaves slots free. Each
+    turn is sampled with the current weights, which are at most n versions older than the weights that learn from it. A
     step always waits for its own groups: taking the first to finish would favour short ones.
     """
 
