@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
@@ -161,7 +161,7 @@ class CriterionEntry(Entry):
     decides = ("title", "evaluator_instruction")
     if_asked = ("trajectory_evidence", "grounding_references")
     trajectory_evidence: Remark = ""
-    grounding_references: Texts = []
+    grounding_references: Texts = Field(default_factory=list)
     title: Title
     description: Text
     evaluator_instruction: Text
