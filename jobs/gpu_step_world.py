@@ -71,6 +71,6 @@ class EveryTurnActs(TurnAgent):
 
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             observation = await world.act(said.text)
-            return observation, lambda conversation: conversation.tell(observation)
+            return observation, lambda conversation: conversation.append_observation(observation)
 
         return TurnAction(action=said.text, act=act)

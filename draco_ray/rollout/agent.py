@@ -151,22 +151,22 @@ class Conversation(Protocol):
         """Sample the policy's next turn."""
         ...
 
-    def keep(self, step: int) -> tuple[int, int]:
+    def record_turn(self, step: int) -> tuple[int, int]:
         """Record the sampled turn as ``step`` (from 0), or as `GAP`.
 
         Returns: the positions of its first token and after its last token.
         """
         ...
 
-    def tell(self, observation: str) -> bool:
+    def append_observation(self, observation: str) -> bool:
         """Append an observation; returns False if it exceeds the response's token limit."""
         ...
 
-    def answer(self, results: Sequence[str]) -> bool:
-        """Append the results of the turn's calls, in order; returns False as `tell` does."""
+    def append_results(self, results: Sequence[str]) -> bool:
+        """Append the results of the turn's calls, in order; returns False as `append_observation` does."""
         ...
 
-    def books(self) -> TokenRecord:
+    def token_record(self) -> TokenRecord:
         """The recorded tokens and usage."""
         ...
 

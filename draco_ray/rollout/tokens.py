@@ -137,18 +137,18 @@ class TokenConversation:
         self._calls = [] if use is None else [call.name for call in use.calls]
         return PolicyTurn(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
-    def keep(self, step: int) -> tuple[int, int]:
+    def record_turn(self, step: int) -> tuple[int, int]:
         """See `Conversation`."""
         assert self._turn is not None
         self._spans.append(self._tokens.add(self._turn.token_ids, self._turn.logprobs, step))
         return self._spans[-1]
 
-    def tell(self, observation: str) -> bool:
+    def append_observation(self, observation: str) -> bool:
         """See `Conversation`."""
         assert self._turn is not None
         return self._append(self._chat.after_turn(self._turn.token_ids, observation))
 
-    def answer(self, results: Sequence[str]) -> bool:
+    def append_results(self, results: Sequence[str]) -> bool:
         """See `Conversation`."""
         assert self._turn is not None
         return self._append(self._chat.after_calls(self._turn.token_ids, self._calls, results))
@@ -159,7 +159,7 @@ class TokenConversation:
         self._tokens.add(glue)
         return True
 
-    def books(self) -> TokenRecord:
+    def token_record(self) -> TokenRecord:
         """See `Conversation`.
 
         The usage is counted as by an API: each turn reads all previous tokens, and those up to the previous turn's end

@@ -42,7 +42,7 @@ class ToolAgent(TurnAgent):
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             results = [cut_output(result, self._config.max_output_characters) for result in await _results(use, world)]
             told = number_tool_results([call.name for call in use.calls], results)
-            return told, lambda conversation: conversation.answer(results)
+            return told, lambda conversation: conversation.append_results(results)
 
         return TurnAction(action=use.text, act=act)
 

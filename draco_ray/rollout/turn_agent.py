@@ -67,7 +67,7 @@ class TurnAgent(ABC):
                 break
             step = None if said.too_long else self.step(said)
             message = step is None and is_step(acts=False, message=self._received(said))
-            first, last = conversation.keep(GAP if step is None and not message else steps)
+            first, last = conversation.record_turn(GAP if step is None and not message else steps)
             observation: str | None = None
             if step is None:
                 # A turn that was truncated before its action did not choose to end the episode.
@@ -75,7 +75,7 @@ class TurnAgent(ABC):
             else:
                 steps += 1
                 try:
-                    observation, tell = await step.act(world)
+                    observation, append = await step.act(world)
                 except EnvironmentCrashed as crash:
                     error, ended = str(crash), end_of(crash)
             turns.append(
@@ -94,25 +94,25 @@ class TurnAgent(ABC):
                 continue
             if len(turns) >= config.max_turns:
                 ended = EpisodeEnd.TURN_LIMIT
-            elif not tell(conversation):
+            elif not append(conversation):
                 ended = EpisodeEnd.RESPONSE_LIMIT
-        books = conversation.books()
+        tokens = conversation.token_record()
         return Trajectory(
             **request.identity,
-            policy_version=books.policy_version,
+            policy_version=tokens.policy_version,
             prompt=prompt,
             turns=tuple(turns),
-            token_ids_T=books.token_ids_T,
-            sampled_T=books.sampled_T,
-            logprob_T=books.logprob_T,
-            step_T=books.step_T,
-            prompt_length=books.prompt_length,
+            token_ids_T=tokens.token_ids_T,
+            sampled_T=tokens.sampled_T,
+            logprob_T=tokens.logprob_T,
+            step_T=tokens.step_T,
+            prompt_length=tokens.prompt_length,
             ended=ended,
             started_at=started_at,
             ended_at=time.time(),
             error=error,
             engine=self._policy.name,
-            usage=books.usage,
+            usage=tokens.usage,
         )
 
     def _received(self, said: PolicyTurn) -> str:
@@ -141,6 +141,6 @@ class CodeAgent(TurnAgent):
 
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             output = cut_output(await world.act(code), self._config.max_output_characters)
-            return output, lambda conversation: conversation.tell(output)
+            return output, lambda conversation: conversation.append_observation(output)
 
         return TurnAction(action=code, act=act)

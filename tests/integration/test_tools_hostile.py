@@ -359,17 +359,17 @@ class Scripted:
             text="", cut=False, tool_use=None if call is None else ParsedToolCalls(text="", calls=(call,))
         )
 
-    def keep(self, step: int) -> tuple[int, int]:
+    def record_turn(self, step: int) -> tuple[int, int]:
         return 0, 0
 
-    def tell(self, observation: str) -> bool:
+    def append_observation(self, observation: str) -> bool:
         raise NotImplementedError
 
-    def answer(self, results: Sequence[str]) -> bool:
+    def append_results(self, results: Sequence[str]) -> bool:
         self.told += results
         return True
 
-    def books(self) -> TokenRecord:
+    def token_record(self) -> TokenRecord:
         none = np.zeros(0, int)
         return TokenRecord(
             token_ids_T=none,

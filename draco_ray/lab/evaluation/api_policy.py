@@ -101,11 +101,11 @@ class ChatConversation:
         too_long = reply.usage_known and length >= self._policy.config.max_response_length
         return PolicyTurn(text=reply.text, cut=reply.cut, too_long=too_long)
 
-    def keep(self, step: int) -> tuple[int, int]:
+    def record_turn(self, step: int) -> tuple[int, int]:
         """See `Conversation`: there are no tokens."""
         return 0, 0
 
-    def tell(self, observation: str) -> bool:
+    def append_observation(self, observation: str) -> bool:
         """See `Conversation`; a response that is too long is only detected at the next turn."""
         # Some endpoints reject empty messages.
         self._messages += [
@@ -114,11 +114,11 @@ class ChatConversation:
         ]
         return True
 
-    def answer(self, results: Sequence[str]) -> bool:
+    def append_results(self, results: Sequence[str]) -> bool:
         """See `Conversation`; without tools there is one result."""
-        return self.tell("\n".join(results))
+        return self.append_observation("\n".join(results))
 
-    def books(self) -> TokenRecord:
+    def token_record(self) -> TokenRecord:
         """See `Conversation`."""
         return TokenRecord(
             token_ids_T=np.zeros(0, dtype=np.int32),
