@@ -110,6 +110,9 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not. Without Ray, names that need it are left out: ``help`` imports all names."""
+    """List the module's names, including public names that were not imported yet.
+
+    If Ray is not installed, the names that need Ray are left out, because ``help`` imports every listed name.
+    """
     missing = {"resume", "train"} if find_spec("ray") is None else set()
     return sorted({*globals(), *__all__} - missing)

@@ -125,7 +125,10 @@ class TauBenchError(DracoError):
 
 
 def first_line(error: object) -> str:
-    """First non-empty line of an error's message, or of its cause's if Ray wrapped it; the type if it is empty."""
+    """The first non-empty line of an error's message; the name of its type if the message is empty.
+
+    If Ray has wrapped the error, the message is that of the original error.
+    """
     text = str(getattr(error, "cause", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 

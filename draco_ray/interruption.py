@@ -27,7 +27,7 @@ def sigterm_as_interrupt(said: str = "") -> Iterator[None]:
 
         def interrupt(*_: object) -> None:
             if said:
-                # Not print(), which this handler may interrupt.
+                # Not print(): this handler may interrupt a print(), and a nested one raises an error.
                 with contextlib.suppress(OSError):
                     os.write(1, f"{said}\n".encode())
             signal.raise_signal(signal.SIGINT)

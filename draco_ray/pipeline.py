@@ -80,7 +80,7 @@ class Group:
 
 @dataclass
 class Pipeline:
-    """Runs groups through the graph."""
+    """Runs the graph of a training step for one group at a time, from a task to its training samples."""
 
     config: AlgorithmConfig
     rollouts: RolloutPool

@@ -66,7 +66,11 @@ class Termination(StrEnum):
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes to list in a table: AppWorld's two only if either is in ``used``, `FINISHED` only if it is."""
+        """The modes that a table lists.
+
+        `SUBMITTED` and `GAVE_UP` are listed if either is in ``used``, `FINISHED` if it is in ``used``, and all other
+        modes always.
+        """
         occur = set(used)
         kinds = ({cls.SUBMITTED, cls.GAVE_UP}, {cls.FINISHED})
         return [mode for mode in cls if all(mode not in kind or kind & occur for kind in kinds)]
@@ -227,7 +231,8 @@ class Trajectory:
     branches: tuple[int, ...] = (0,)
     """Start of each branch in the arrays, ascending from 0; tokens do not attend to other branches."""
     scenario: str = ""
-    """The task's scenario: its group, or its id. Empty: unknown; the task then counts as its own scenario."""
+    """The task's group, or the task's id if it has no group (`Task.scenario`). Empty: unknown; the task then counts
+    as its own scenario."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
@@ -275,7 +280,8 @@ class Criterion:
     description: str
     evaluator_instruction: str
     source: str = ""
-    """Where it was proposed: ``stage1``, ``stage2/<rollout>``, ``proposals``, ``union`` or ``static``."""
+    """The judge phase that wrote the criterion: ``stage1``, ``stage2/<rollout>``, ``proposals`` or ``union``.
+    ``static``: it is from the static rubric."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,7 +321,7 @@ class OriginalCost:
     """The cost of a reply when it was made, stored with the reply in the cache."""
 
     call_id: str
-    """Identifies the call that paid for it."""
+    """`JudgeCall.call_id` of the call that paid for the reply."""
     requests: int
     dollars: float
     estimated_dollars: float
@@ -448,7 +454,7 @@ class Adapter:
     """A LoRA adapter in PEFT's format, sent from the learner to the engines."""
 
     version: int
-    """Number of training steps it was trained for; 0: untrained."""
+    """Number of training steps that the adapter was trained for; 0: it is untrained."""
     config: dict[str, object]
     """PEFT's ``adapter_config.json``."""
     tensors: dict[str, FloatArray]
@@ -479,13 +485,16 @@ class Evaluation:
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""
-    """The task's scenario: its group, or its id."""
+    """The task's group, or the task's id if it has no group (`Task.scenario`)."""
     reward: float | None = None
     """Graded result, if the environment has one."""
 
     @property
     def lost(self) -> bool:
-        """Whether every attempt crashed for reasons other than the policy; counted as a failure, shown as lost."""
+        """Whether every attempt crashed for a reason other than the policy.
+
+        Such a rollout counts as a failure; tables also show the number of lost rollouts.
+        """
         return LOST in self.failures
 
 
@@ -496,7 +505,7 @@ class JudgedRollout:
     task_id: str
     run: int
     scenario: str = ""
-    """The task's scenario: its group, or its id."""
+    """The task's group, or the task's id if it has no group (`Task.scenario`)."""
     verdicts: tuple[int, ...] = ()
     """+1, -1 or 0 per criterion of its task's rubric."""
     again: tuple[int, ...] = ()

@@ -78,9 +78,11 @@ class Judging:
         self._meter, self._spent = MeteredJudge(), 0.0
 
     def by_papers_rule(self) -> Self:
-        """Return this object, for an adapter that spreads advantages itself, by the paper's rule only.
+        """Check that ``algorithm.rule`` spreads advantages as in the paper; adapters know no other way to spread them.
 
-        Raises: ConfigError: ``algorithm.rule`` spreads advantages by another rule.
+        Returns: this object.
+
+        Raises: ConfigError: ``algorithm.rule`` spreads advantages in another way.
         """
         algorithm = self._plan.config.algorithm
         rule = find_rule(algorithm.rule, algorithm.reliability)

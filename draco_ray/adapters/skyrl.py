@@ -30,7 +30,10 @@ class SkyRLCredit(CreditJudge):
     """A judge of SkyRL's generator outputs."""
 
     _failed: frozenset[TrajectoryKey] | set[TrajectoryKey] = frozenset()
-    """Keys, made from all response tokens, of the trajectories in the latest output that have no reward."""
+    """Keys of those trajectories in the latest generator output that could not be judged and so have no reward.
+
+    These keys are made from all response tokens, not only from the sampled ones.
+    """
 
     def trainer(self, base: Any) -> type:
         """Add step credit to ``base``, a RayPPOTrainer of SkyRL.

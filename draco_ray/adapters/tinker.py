@@ -62,7 +62,7 @@ def step_data(data: Sequence[Any], verdict: StepVerdict) -> list[Any]:
     turns = sum(len(sampled_spans(mask)) for mask in masks)
     if verdict.reward is not None and turns != len(verdict.acted):
         raise MissingVerdict(
-            f"the data have {turns} sampled turns, the verdict {len(verdict.acted)}; expected this trajectory's verdict"
+            f"the data have {turns} sampled turns, {len(verdict.acted)} were judged; expected this trajectory's verdict"
         )
     values = np.concatenate(
         [each.loss_fn_inputs["advantages"].to_numpy()[mask != 0] for each, mask in zip(data, masks, strict=True)]

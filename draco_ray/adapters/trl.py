@@ -115,7 +115,8 @@ class StepCredit(CreditJudge):
             from draco_ray.adapters.trl_async import async_trainer
 
             return async_trainer(self, base)
-        # TRL's class whose loss is used; the losses of RLOOTrainer and GMPOTrainer average the advantages of a row.
+        # Find TRL's class that defines the loss. RLOOTrainer and GMPOTrainer define losses that average the advantages
+        # of a row.
         losses = [each for each in base.__mro__ if each.__module__.startswith("trl.") and "_compute_loss" in vars(each)]
         if not losses or losses[0].__name__ != "GRPOTrainer" or not hasattr(base, "_generate_and_score_completions"):
             raise ConfigError(

@@ -1,8 +1,10 @@
-"""Step credit for TRL's AsyncGRPOTrainer (TRL 1.16); `draco_ray.adapters.trl` imports this when it is needed.
+"""Step credit for TRL's AsyncGRPOTrainer (TRL 1.16); `draco_ray.adapters.trl` imports this module only if it is needed.
 
-A child process generates and scores; the trainer sees rows of tokens with one advantage each. The child therefore also
-stores a verdict for each row (a conversation is several rows where its chat template rewrote its history), and the
-trainer's collator spreads each row's advantage over the row's tokens.
+A child process of TRL generates and scores conversations. The trainer gets them as rows: token sequences with one
+advantage each. A conversation becomes several rows if its chat template rewrote earlier messages.
+
+So step credit works in two places. The child process stores the judge's verdict for each row (`store_rows`). The
+trainer's collator looks the verdict up and spreads the row's advantage over the row's tokens.
 """
 
 from __future__ import annotations

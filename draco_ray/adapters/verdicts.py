@@ -51,7 +51,7 @@ class TrajectoryKey(NamedTuple):
     uid: str
     """The task or prompt, as the trainer names it."""
     group: str
-    """The group of that task, for example a generation step; empty if each uid has only one group."""
+    """The group of rollouts of this uid, for example the generation step; empty if each uid has only one group."""
     sample: str
     """The trajectory within its group: its index, or the `digest` of its tokens."""
 

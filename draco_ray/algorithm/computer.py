@@ -144,28 +144,29 @@ class AdvantageComputer:
 def training_samples(
     trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool
 ) -> list[TrainingSample]:
-    """Assign a rollout's step advantages to its tokens; each branch becomes a sample.
+    """Assign a rollout's step advantages to its tokens, and make a training sample of each branch.
 
-    A rollout has one advantage A_i for all its branches, spread by n_j and Q_j over the steps of all of them.
+    A rollout has one advantage A_i. It is spread over the steps of all branches together.
 
-    With credit, a token of step j receives a_j and a gap token 0. This includes sampled gap tokens (of a turn that
-    nobody received) and holds even if a fallback made a_j uniform: the conserved total is that of the step tokens.
-    Without credit, and in a rollout without any step, every sampled token receives A_i, as in vanilla GRPO. In both
-    cases all sampled tokens are in the loss mask: they count in the token-mean and in the KL term.
+    With step credit, a token of step j receives the step's advantage a_j. A token outside all steps (a gap) receives 0,
+    even if it was sampled (in a turn that nobody received), and even if a fallback gives every step the same advantage:
+    property P1 conserves the total over the tokens of steps only.
+    Without step credit, and in a rollout without steps, every sampled token receives A_i, as in vanilla GRPO.
+    In both cases the loss mask contains all sampled tokens: they count in the token-mean and in the KL term.
 
     Args:
         trajectory: the rollout.
-        rollout_advantage: its share of the update.
-        credit: whether the run uses step credit, even if it failed on this rollout.
-    Raises: ValueError if the two belong to different rollouts, disagree in the number of steps, or a step holds a token
-        that was not sampled.
+        rollout_advantage: the rollout's advantage, and the advantages of its steps.
+        credit: whether the run uses step credit; True even if the credit call failed for this rollout.
+    Raises: ValueError if ``rollout_advantage`` belongs to another rollout or has another number of steps, or if a step
+        contains a token that was not sampled.
     """
     where = f"trajectory {trajectory.name} of {trajectory.group}"
     if not len(trajectory.token_ids_T):
         # The agent ended without a token: the rollout is judged, but there is nothing to train on.
         return []
     if rollout_advantage.rollout != trajectory.rollout:
-        raise ValueError(f"{where}: the advantages are those of rollout {rollout_advantage.rollout}")
+        raise ValueError(f"{where}: expected its own advantages, got rollout {rollout_advantage.rollout}'s")
     in_step_T: BoolArray = trajectory.step_T != GAP
     if (in_step_T & ~trajectory.sampled_T).any():
         raise ValueError(f"{where}: a step contains a token that was not sampled")

@@ -1,28 +1,36 @@
-"""Two signs that the policy exploits the main judge, from the scores of a held-out judge.
+"""Two tests that detect a hack, that is, a policy that exploits the main judge, by the scores of a held-out judge.
 
-In a group the held-out judge scores the half with the highest rewards and a middle rollout
-(`held_out_sample`). It may be stricter, coarser or noisier than the main judge, and its pass rate may improve
-more slowly. As long as both agree on what is better, the best rollout is at least as likely as that middle one to reach
-any pass share h, and training does not lower what the better half reaches. A hack breaks both: it is among the best,
-and the held-out judge passes little of it.
-`drift` finds a hack early if the held-out judge rates honest rollouts of a group alike. `pass_rate_fall` finds it
-where honest rollouts differ much, and where all rollouts of a group are hacks.
+In each group that it samples, the held-out judge scores the half of the rollouts with the highest rewards (the top
+half) and one rollout of the other half (the middle rollout); see `held_out_sample`. A rollout's pass share is the
+fraction of applicable criteria that it passes.
+The held-out judge may be stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly.
+As long as both judges agree on which rollouts are better, two things hold: the best rollout is at least as likely as
+the middle rollout to reach any given pass share h, and training does not lower the pass share of the top half.
+A rollout that exploits the main judge breaks both: it has a high reward, but the held-out judge passes few of its
+criteria.
 
-`drift` is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; each
-pair multiplies a part by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis the sum does
-not grow in expectation, so the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville), however often
-one looks and whatever the distributions. To find a hack that begins late, a part 1 / (k (k + 1)) of the capital is
-staked from step k on (arXiv 2203.03532).
+`drift` compares best and middle rollouts. It finds a hack early if the held-out judge rates honest rollouts of a group
+alike. `pass_rate_fall` compares the top half with that of earlier steps. It also finds a hack if honest rollouts of a
+group differ much, or if all rollouts of a group are hacks.
 
-Two cases without a hack look the same: a main judge that passes whole rollouts by mistake, and a held-out judge that
-fails the best rollouts by mistake. A hack that the held-out judge rates like a middle rollout is not detected.
+`drift` is a test by betting (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided equally among bets,
+one for each combination of a pass share h and a stake. Each group with a best and a middle rollout multiplies the
+capital of a bet by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis (no hack) the total
+capital does not grow in expectation. So the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville's
+inequality), however often it is looked at and whatever the distributions are. To find a hack that begins late, a part
+1 / (k (k + 1)) of the capital is not used before step k (arXiv 2203.03532).
 
-`pass_rate_fall` compares every stretch of steps that ends now with every stretch just before it by a likelihood ratio
-of two Bernoulli rates against one, divided by the dispersion of the shares (McCullagh and Nelder, Generalized Linear
-Models, chapter 9); a normal approximation raises false alarms where nearly all shares are 1. The limit of its square
-root, sqrt(2 log(10 T^2)) after T steps, grows with the number of stretches. Few simulated runs of constant pass rate
-exceed it (``tests/unit/test_held_out_scoring.py`` counts them). A policy that has become worse without a hack
-looks the same, and so do harder tasks; the main judge's own pass rate tells them from a hack.
+`drift` also flags two cases without a hack: the main judge passes whole rollouts by mistake, or the held-out judge
+fails the best rollouts by mistake. It does not detect a hack that the held-out judge rates like a middle rollout.
+
+`pass_rate_fall` compares two adjacent ranges of steps, of which the later one ends at the last step; it tries all such
+pairs of ranges. It compares them by a likelihood ratio: one Bernoulli rate per range against one rate for both, divided
+by the dispersion of the pass shares (McCullagh and Nelder, Generalized Linear Models, chapter 9). A normal
+approximation would raise false alarms where nearly all pass shares are 1. The fall is significant if the ratio exceeds
+2 log(10 T^2) after T steps, a limit that grows with the number of pairs. Few simulated runs of constant pass rate
+exceed it (``tests/unit/test_held_out_scoring.py`` counts them).
+A policy that becomes worse without a hack is flagged too, and so are harder tasks. Unlike a hack, these also lower the
+main judge's own pass rate.
 """
 
 from __future__ import annotations
@@ -44,7 +52,7 @@ MOST = 20.0
 SHOWN = 200
 """Number of latest pairs from which `Drift.excess` is computed."""
 FEWEST = 16
-"""Minimum number of groups in each of the two stretches of steps that `pass_rate_fall` compares."""
+"""Minimum number of groups in each of the two ranges of steps that `pass_rate_fall` compares."""
 TINY = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
 LATEST = 500
@@ -59,14 +67,15 @@ class Drift:
     """How far the held-out judge's pass shares of the best rollouts are below those of middle-ranked ones."""
 
     evidence: float
-    """Capital of all bets; in a run without a hack, the probability that it ever reaches c is at most 1 / c."""
+    """Total capital of all bets, 1 at first. Without a hack, it ever reaches c with probability at most 1 / c."""
     share: float
-    """The pass share h whose bets have won most."""
+    """The pass share h whose bets have the most capital."""
     excess: float
     low: float
     high: float
-    """Share of the last `SHOWN` best rollouts below h minus that of the middle-ranked ones, with a 95 % interval that
-    ignores how h was chosen."""
+    """``excess``: among the last `SHOWN` pairs, the fraction of best rollouts whose pass share is below h, minus the
+    fraction of middle rollouts below h. ``low`` and ``high``: its 95 % interval, which ignores that h was chosen by the
+    same data."""
 
     @property
     def significant(self) -> bool:
@@ -76,13 +85,13 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class PassRateFall:
-    """The most significant fall, up to the last step, of the pass share of the groups' better halves."""
+    """A fall of the pass share that the held-out judge gives to the half of each group with the highest rewards."""
 
     size: float
     low: float
     high: float
-    """Mean pass share of the earlier stretch minus that of the later one, in [-1, 1], with a 95 % interval that ignores
-    how the stretches were chosen."""
+    """``size``: mean pass share in the earlier range of steps minus that in the later range, in [-1, 1]. ``low`` and
+    ``high``: its 95 % interval, which ignores that the ranges were chosen by the same data."""
     significant: bool
     """Whether the pass share fell and the likelihood ratio exceeds its limit."""
 
@@ -116,7 +125,7 @@ def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
     if not pairs:
         return None
     won_NH = _won(pairs)
-    # How often each bet is won and lost from the beginning of each step on.
+    # For each step T and pass share H: the number of bets won and lost from the beginning of step T until now.
     before_T = np.cumsum([0, *(len(step) for step in steps[:-1])])
     wins_TH, losses_TH = (
         each_NH.sum(axis=0) - np.vstack([np.zeros(len(SHARES_H)), each_NH.cumsum(axis=0)])[before_T]
@@ -135,7 +144,10 @@ def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
 
 
 def _won(pairs: Sequence[Pair]) -> FloatArray:
-    """Outcome of each pair at each pass share h: [middle reaches h] - [best reaches h], as won_NH."""
+    """Outcomes won_NH, one row per pair and one column per pass share h.
+
+    An outcome is 1 if only the middle rollout reaches h, -1 if only the best rollout does, and 0 otherwise.
+    """
     best_N, middle_N = np.array(pairs, dtype=float).reshape(-1, 2).T
     # Rounding must not decide whether 3 of 10 reach 0.3.
     reached_NH, best_NH = (each_N[:, None] >= SHARES_H - 1e-9 for each_N in (middle_N, best_N))
@@ -143,10 +155,13 @@ def _won(pairs: Sequence[Pair]) -> FloatArray:
 
 
 def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
-    """The most significant fall up to the last of ``steps``; None while there are too few groups for two stretches.
+    """The most significant fall of the pass share between an earlier range of steps and the latest steps.
 
     Args:
-        steps: for each step, the held-out judge's mean pass share of each group's better half; may be empty.
+        steps: one list per step, which may be empty. It contains, for each group that the held-out judge scored, the
+            mean pass share of the half with the highest rewards.
+
+    Returns: None while there are too few groups for two ranges of `FEWEST` groups each.
 
     >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
     False
@@ -157,7 +172,7 @@ def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
     groups_T, sum_T, square_T = (
         np.cumsum([0.0, *(sum(share**power for share in step) for step in steps)]) for power in (0, 1, 2)
     )
-    # A stretch from `first` to `since`, and one from there to the end.
+    # All pairs of an earlier range, from step `first` until before `since`, and a later range, from `since` to the end.
     first, since = np.triu_indices(len(steps), 1)
     before, after = groups_T[since] - groups_T[first], groups_T[-1] - groups_T[since]
     enough = (before >= FEWEST) & (after >= FEWEST)

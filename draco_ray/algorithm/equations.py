@@ -120,9 +120,9 @@ class StepQuality(NamedTuple):
     """Quality of the M steps of one trajectory, from the credit call's citations."""
 
     passed_M: IntArray
-    """p_j: passed surviving criteria that cite step j."""
+    """p_j: number of surviving criteria that cite step j and pass."""
     failed_M: IntArray
-    """f_j: failed surviving criteria that cite step j."""
+    """f_j: number of surviving criteria that cite step j and fail."""
     quality_M: FloatArray
     """Q_j in [0, 1]; NaN throughout when no step is cited."""
 
@@ -251,18 +251,20 @@ def step_advantages(advantage: float, quality_M: FloatArray, tokens_M: IntArray)
 
 
 def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bool | None = None) -> bool:
-    """Whether credit is the same for all steps (appendix "Why step credit needs dynamic rubrics").
+    """Whether a rollout is inert: its verdicts give all steps the same credit.
 
-    The appendix classifies by the verdicts alone: a rollout is active when, among the surviving criteria that cite its
-    steps, some pass and some fail. It is inert when these verdicts agree, no criterion survives dropout, no criterion
-    cites a step, or a fallback applies. (If every step has tokens, the fallback adds no case: the normaliser vanishes
-    only on unanimous verdicts.) A zero advantage does not make a rollout inert, because it says nothing about the
-    rubric. So if the credit call was skipped because the advantage is zero, the scoring verdicts decide.
+    The definition is that of the appendix "Why step credit needs dynamic rubrics". A rollout is active, not inert, if
+    some of the surviving criteria that cite its steps pass and others fail. It is inert if these verdicts agree, no
+    criterion survives dropout, no criterion cites a step, or a fallback applies.
+
+    A zero advantage does not make a rollout inert, because it says nothing about the rubric. If there was no credit
+    call because the advantage is zero, the scoring verdicts decide.
 
     Args:
         quality: quality of the trajectory's steps.
-        fallback: the fallback used for its step advantages.
-        mixed_scores: whether the surviving scoring verdicts disagree; None if there was a credit call.
+        fallback: the fallback used for the trajectory's step advantages.
+        mixed_scores: whether the surviving scoring verdicts disagree, if they decide; None: the credit call's verdicts
+            in ``quality`` decide.
     """
     if mixed_scores is not None and len(quality.quality_M):
         return not mixed_scores
@@ -270,15 +272,16 @@ def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bo
 
 
 def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
-    """The attributions of a rollout whose verdicts all agree, without a credit call.
+    """Attributions that replace the credit call for a rollout whose verdicts all agree.
 
-    All steps, cited or not, then have the same quality, and Eq. ``credit`` gives every step the same total whichever
-    steps are cited. So the first step is cited; if no verdict applies, nothing is.
+    If the verdicts agree, all steps have the same quality, cited or not. Eq. ``credit`` then gives every step the same
+    total, whichever steps are cited. So each applicable criterion simply cites the first step.
 
     Args:
         verdict_K: the surviving verdicts; 0 where a criterion does not apply or did not survive.
+    Returns: one attribution per applicable criterion; empty if none applies.
     Raises:
-        ValueError: if they do not agree.
+        ValueError: the verdicts do not agree.
     """
     applicable = np.flatnonzero(verdict_K)
     verdicts = {int(verdict_K[index]) for index in applicable}

@@ -82,7 +82,12 @@ class AdvantageRule:
         return group_advantages_G(reward_G, std_epsilon=std_epsilon)
 
     def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
-        """The verdicts and citations for step quality: the credit call's. ``verdict_K`` are the scoring verdicts."""
+        """The verdicts and citations from which step quality is computed; here, those of the credit call.
+
+        Args:
+            attributed: verdicts and citations of the credit call.
+            verdict_K: verdicts of the scoring call.
+        """
         return attributed
 
     def spread(self, advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> FloatArray:
@@ -94,7 +99,7 @@ class CreditSkipReason(Enum):
     """Why no credit call was made for a rollout."""
 
     UNANIMOUS = "unanimous"
-    """The rollout's surviving verdicts agree, so each step would receive the same total whichever steps were cited."""
+    """The rollout's surviving verdicts agree, so all steps get the same total advantage, whichever are cited."""
 
 
 def group_advantages(

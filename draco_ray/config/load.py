@@ -193,7 +193,7 @@ def _with_paths(node: Any, begin: str, folder: Path) -> Any:
 
 
 def _source_file(source: str) -> Path:
-    """The file of a preset, a path, or a run directory."""
+    """The configuration file that ``source`` names: a preset's, a run directory's, or ``source`` itself."""
     path = Path(source)
     try:
         if path.is_dir():
@@ -222,9 +222,11 @@ def _last(layers: Sequence[_Layer], key: str) -> int:
 
 
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
-    """Refuse a judge model, set later or on the command line, that a switch like ``judge.rule_judge.start`` overrides.
+    """Refuse a judge's model, endpoint or key that has no effect because a switch selects another judge.
 
-    One file may set both, because `draco config` prints every key.
+    The switches are ``judge.rule_judge.start`` and ``judge.self_judge.enabled``. The key is refused only if it was set
+    on the command line or by a later source than the switch: one file may set both, because `draco config` prints every
+    key.
     """
     switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
     for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):
@@ -242,7 +244,7 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
         for key in keys_needing_confirmation():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
-            # Mappings are merged, so another user's mapping keeps its other keys.
+            # A plain value replaces the other user's value. A mapping is merged, so the other user's entries remain.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
             if layer.theirs is not None:
@@ -346,8 +348,10 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 @functools.cache
 def keys_needing_confirmation() -> dict[str, str]:
-    """Dotted keys that need confirmation if they come from another user's run directory -> a text; only values that
-    contain it need confirmation."""
+    """Keys that the user must confirm if another user's run directory sets them: dotted key -> text.
+
+    A value needs confirmation only if it contains the text; an empty text means any value.
+    """
     marks = {key: field.json_schema_extra for key, field in leaves()}
     return {
         key: str(mark["confirmed"]) for key, mark in marks.items() if isinstance(mark, dict) and "confirmed" in mark

@@ -45,7 +45,7 @@ def _limits(controller: str, name: str) -> list[str]:
             if controllers and controller not in controllers.split(","):
                 continue
             root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
-            # In a container, only the upper folders of this path may be visible, or only its own group, at the root.
+            # A container may see only the upper folders of this path, or only its own group, as the root folder.
             own = root / group.lstrip("/")
             files = (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
             found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]
@@ -77,7 +77,10 @@ def thread_env_vars(cpus: float) -> dict[str, str]:
 
 
 def set_threads(cpus: float) -> None:
-    """Apply `thread_env_vars` to this process; call it before PyTorch is imported, which reads it only once."""
+    """Set the number of OpenMP and PyTorch threads of this process (`thread_env_vars`).
+
+    Call it before PyTorch is imported, because PyTorch reads these environment variables only when it is imported.
+    """
     os.environ.update(thread_env_vars(cpus))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(1, int(cpus)))

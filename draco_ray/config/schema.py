@@ -21,10 +21,11 @@ from draco_ray.config.vllm_arguments import argument_problem
 from draco_ray.registry import find_component
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
-"""Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write:
-from another user's run directory it is accepted only if confirmed (`draco_ray.config.load`)."""
+"""Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write.
+If another user's run directory sets such a key, `draco_ray.config.load` refuses it until the user confirms it."""
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
-"""Marks a key whose value names the user's code if it contains a colon, and else a part of an installed package."""
+"""Like `CONFIRMED`, but only values with a colon need confirmation: they name code to import. A value without a colon
+names a part that is built in or registered by an installed package."""
 CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
 """Marks a key with a model's name, which for LiteLLM may contain the address to which prompts and API key are sent."""
 
@@ -101,14 +102,14 @@ class AgentConfig(ConfigSection):
     program, which calls an OpenAI-compatible endpoint; docs/any-agent.md), verifiers (a harness of that package, with
     environment.use=verifiers), or your own package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """For agent.use=command: the command that plays one episode. It is not run by a shell; python alone is the
-    interpreter that runs draco."""
+    """With agent.use=command: the command that plays one episode. It is not run by a shell. If its first word is
+    python, it is run by the interpreter that runs draco."""
     function: Part | None = None
     """Instead of a command: a Python function, package.module:name or folder/file.py:name, which runs in its own
     process."""
     harness: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Instead of a command, with environment.use=workspace: a coding agent, which is claude-code, codex,
-    mini-swe-agent, opencode, or your YAML file (docs/coding-agents.md)."""
+    """Instead of agent.command, with environment.use=workspace: the coding agent that plays the episodes, which is
+    claude-code, codex, mini-swe-agent, opencode, or a YAML file that describes your own (docs/coding-agents.md)."""
     container: str | None = Field(None, json_schema_extra=CONFIRMED)
     """With environment.use=workspace: a command, e.g. docker run, that starts a container for the agent instead of the
     jail (docs/coding-agents.md)."""
@@ -120,7 +121,7 @@ class AgentConfig(ConfigSection):
     """Regular expressions that mark requests without credit, e.g. for a title or a summary of the history. Each is
     searched in the first and in the last message with the role system or user."""
     timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit for one run of the command; after it all the command's processes are ended."""
+    """Time limit for one run of the command; when it is exceeded, all processes of the command are ended."""
     tool_parser: str | None = None
     """How tool calls are parsed: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5, Qwen3.6) or
     llama3_json; null: derived from how the chat template writes calls."""
@@ -174,8 +175,8 @@ class EnvironmentConfig(ConfigSection):
     """Isolation of the process that runs model-written code; auto: the strongest level the host allows, but never
     rlimits."""
     cell_timeout_seconds: float = Field(125.0, gt=0)
-    """Time limit of a code cell; a process that exceeds it is killed, and its rollout fails. AppWorld interrupts the
-    cell at 80 % of it with an error message: by default at AppWorld's own 100 s."""
+    """Time limit of a code cell. AppWorld interrupts a cell with an error message at 80 % of this limit; the default
+    gives AppWorld's own 100 s. If the cell does not stop, its process is killed at the limit, and the rollout fails."""
     start_timeout_seconds: float = Field(60.0, gt=0)
     """Maximum time for an environment to start."""
     max_memory_mib: int = Field(1536, ge=256)
@@ -221,7 +222,8 @@ class EngineConfig(ConfigSection):
     tensor_parallel: int = Field(1, ge=1)
     """GPUs over which an engine's weights are split."""
     gpus_per_engine: float = Field(1.0, ge=0)
-    """GPUs per engine; 0: vLLM's CPU build. With colocate, the sum of the engine's shares, e.g. 1.2 of two GPUs."""
+    """GPUs per engine; 0: vLLM's CPU build. With colocate an engine reserves fractions of its GPUs, and this is their
+    sum, e.g. 1.2 for 0.6 of each of two GPUs."""
     cpus_per_engine: float = Field(1.0, ge=0)
     """CPUs per PolicyEngine actor. A CPU engine uses this many threads, divided among its tensor-parallel ranks, at
     least one each."""
@@ -321,7 +323,7 @@ def _with_absolute_path(model: str) -> str:
         return model
     folder = model.removeprefix(FILES)
     if not folder or Path(folder).is_file():
-        raise ValueError(f"{model}: expected a directory, as in files:answers")
+        raise ValueError(f"{model}: expected files: and the path of a directory, e.g. files:answers")
     # Make the path absolute, because judge workers have other working directories.
     return f"{FILES}{Path(folder).absolute()}"
 
@@ -418,8 +420,9 @@ class JudgeLimits(ConfigSection):
     """Input and output tokens per minute; a running request counts with an estimate from similar requests plus a
     margin."""
     dollars: float | None = Field(None, ge=0)
-    """Budget of the run, including before it was resumed. A call that could exceed it is not made; the run stops and
-    can be resumed. A request that may have been billed without a reply or usage counts with its maximum cost."""
+    """Budget of the judge's calls in dollars, over the whole run including all resumes. If a call could exceed it, the
+    call is not made; the run stops and can be resumed. A request that may have been billed, but whose reply or token
+    usage is unknown, counts with its maximum cost."""
 
 
 class OtherJudgeConfig(ConfigSection):
@@ -440,8 +443,8 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     rubric: Path | None = None
     """File with the criteria that it scores by, as for algorithm.static_rubric; null: the rubric of the group."""
     share: float = Field(0.75, gt=0, le=1)
-    """Share of the groups in which it scores the half of the rollouts with the highest rewards, and one middle rollout:
-    G/2 + 1 calls."""
+    """Fraction of the groups that the held-out judge scores. In each it scores the half of the rollouts with the
+    highest rewards and one rollout of the other half, at most G/2 + 1 of G rollouts."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:
@@ -695,8 +698,9 @@ class LearnerConfig(ConfigSection):
     mask_high: float | None = Field(None, gt=0)
     """Tokens whose ratio, as for mask_low, is higher are excluded from the policy loss; null: none."""
     mask_level: MaskLevel = "token"
-    """The ratio that mask_low and mask_high bound: the token's, the sequence's as in importance_level, or any token's
-    (any_token: one token outside the bounds excludes its whole sequence)."""
+    """The ratio that mask_low and mask_high bound: the token's own (token) or that of its sequence (sequence or
+    geometric, as in importance_level). any_token: if one token's own ratio is outside the bounds, its whole sequence is
+    excluded."""
     kl_coefficient: float = Field(0.01, ge=0)
     """Weight of the loss term for the KL divergence from the base model (k3 estimate)."""
     entropy_coefficient: float = Field(0.0, ge=0)
@@ -746,7 +750,7 @@ class LearnerConfig(ConfigSection):
 
 
 class TrainConfig(ConfigSection):
-    """The outer loop."""
+    """The training loop: its steps and epochs, checkpoints and evaluations."""
 
     prompts_per_step: int = Field(16, ge=1)
     """B: tasks per step."""
@@ -755,8 +759,8 @@ class TrainConfig(ConfigSection):
     steps: int | None = Field(None, ge=0)
     """Number of steps; null: derived from epochs."""
     skip_solved: int | None = Field(None, ge=1)
-    """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
-    rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
+    """Number n: if the judge fails no criterion of any rollout of a task in n consecutive visits, the task is skipped
+    for n epochs. Uses no ground truth. null: every task is visited in every epoch, as in the paper."""
     staleness: int = Field(0, ge=0, le=8)
     """Number of steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged
     and learned from, with an adapter at most this many versions old. A long rollout continues across steps, each turn
@@ -768,15 +772,15 @@ class TrainConfig(ConfigSection):
     keep_every: int | None = Field(None, ge=1)
     """With keep_last: also keep the checkpoint of every so many steps, e.g. to evaluate the last epochs."""
     keep_best: int = Field(0, ge=0)
-    """With keep_last: also keep this many checkpoints, those whose policy had the highest pass rate in the rollouts
-    that it sampled for a later step."""
+    """With keep_last: number of best checkpoints to keep as well. Best are those with the highest pass rate, or mean
+    reward if there is no judge; it is measured on the training rollouts that the checkpoint's policy sampled."""
     evaluate_before_after: bool = False
     """Measure TGC on the evaluation split before the first and after the last step, or, if the environment has no
     evaluator, the judge's pass rate."""
     evaluate_every: int | None = Field(None, ge=1)
     """With evaluate_before_after: measure also after every so many steps, for a learning curve."""
     evaluation_runs: int = Field(1, ge=1)
-    """Rollouts per task in each of these evaluations."""
+    """Rollouts per task in each evaluation of evaluate_before_after and evaluate_every."""
 
     @model_validator(mode="after")
     def _curve(self) -> Self:

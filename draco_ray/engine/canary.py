@@ -67,7 +67,7 @@ class CanaryReading:
 
     @property
     def live(self) -> bool:
-        """Whether the adapter certainly has an effect that rounding does not explain."""
+        """Whether the adapter certainly works in the engine: it changes log-probs by more than rounding explains."""
         return self.nearness > CERTAIN or self.shift_max > self.noise_max == 0
 
 
@@ -159,9 +159,9 @@ async def run_canary(
         raise CanaryFailed(
             f"{where}: engine and learner differ by {reading.gap_mean:.4f} nats per token on average (largest "
             f"{reading.gap_max:.4f}; {reading.base_gap_mean:.4f} without the adapter{usual}); expected at most "
-            f"{band:.4g}, the maximum of {BAND:g} times the larger other gap (without the adapter or at the first step)"
-            f" and engine.canary_tolerance = {tolerance}; the engine does not serve the weights that the learner "
-            "trained"
+            f"{band:.4g}: {BAND:g} times the difference without the adapter or at the first step, whichever is larger, "
+            f"but at least engine.canary_tolerance = {tolerance}; the engine does not serve the weights that the "
+            "learner trained"
         )
     if reading.nearness < -CERTAIN:
         raise CanaryFailed(
@@ -175,10 +175,12 @@ async def run_canary(
 
 
 def _nearness(on_T: FloatArray, learner_T: FloatArray, learner_off_T: FloatArray) -> float:
-    """By how many standard errors the engine is closer to the learner with the adapter than without it.
+    """By how many standard errors the engine is closer to the learner with the adapter than to the learner without it.
 
-    Distances are compared token by token. Rounding affects both distances alike, so it increases the error but adds
-    no bias. A token's weight is bounded by the adapter's effect on it and by one standard error.
+    For each token, the engine's distances to the learner's two log-probs are compared; the differences are summed and
+    divided by their standard error. Rounding affects both distances alike, so it increases the error but adds no bias.
+    A token's difference is at most the adapter's effect on its log-prob in the learner, and a single token contributes
+    at most one standard error.
     """
     nearer_T = np.abs(on_T - learner_off_T) - np.abs(on_T - learner_T)
     error = float(np.sqrt((nearer_T**2).sum()))

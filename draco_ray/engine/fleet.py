@@ -88,12 +88,12 @@ class EngineFleet:
         await self._until(lambda: self.workers.up >= self._fewest and not self._loading)
 
     async def load(self, update: ray.ObjectRef[Any]) -> None:
-        """Load a weight update into the engines that are up, and return once the minimum number has it.
+        """Load a weight update into every engine that is up. Returns once at least the minimum number has loaded it.
 
-        The driver must own the reference, because engines that start later load the update, too.
+        The driver must own the object behind ``update``, so that engines that start later can still load it.
 
         Raises:
-            EngineError: an engine refuses the update, or is lost for good.
+            EngineError: an engine cannot load the update, or an engine's process has died too often.
         """
         # Set this first, so that engines that are being set up load the update, too.
         self._weights, self._proof, self._proven = update, None, {}

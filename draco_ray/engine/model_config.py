@@ -125,7 +125,8 @@ def build_meta_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
             value = text.get(name, text.get(key))
             if not isinstance(value, int) or not 0 < value <= most:
                 raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
-        # Gemma 4's heads differ by layer; allow reading the global values, with which `draco plan` compares them.
+        # Gemma 4's attention heads differ in size between layers. transformers then refuses to return the model-wide
+        # size, which `draco plan` reads, unless this is set.
         made.get_text_config().allow_global_per_layer_attribute_access = True
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
@@ -138,7 +139,11 @@ def build_meta_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
 
 
 def linear_layers(module: Any, *, mixture: bool) -> Iterator[tuple[str, int, int]]:
-    """Name, inputs and outputs of the linear layers below a module; ``mixture``: without experts and routers."""
+    """Yield (name, number of inputs, number of outputs) of each linear layer in a module.
+
+    Args:
+        mixture: whether the model is a mixture of experts; its experts and routers are left out.
+    """
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
 

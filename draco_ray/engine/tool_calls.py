@@ -171,7 +171,11 @@ def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(schema: Any, whole: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
-    """See `_in_place`; ``depth``: number of references followed so far. None: untyped.
+    """``schema`` with references resolved and untyped parts removed; None if it states no type.
+
+    Args:
+        whole: the schema that contains the targets of references.
+        depth: number of references that led to ``schema``.
 
     >>> whole = {"$defs": {"Kind": {"type": "object", "properties": {"a": {}, "b": {"type": "integer"}}}}}
     >>> _typed({"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}]}, whole, 0)

@@ -53,7 +53,7 @@ class World(Protocol):
 
     @property
     def task(self) -> Task:
-        """The task."""
+        """The task that is open in this world."""
         ...
 
     async def act(self, action: str) -> str:
@@ -91,7 +91,7 @@ class Environment(ABC):
     static_rubric: ClassVar[Path | None] = None
     """File with the criteria of ``algorithm.rubric=static`` if ``algorithm.static_rubric`` is null; None: no file."""
     evaluates: bool = False
-    """Whether its worlds can be evaluated."""
+    """Whether the environment has an evaluator of finished worlds."""
     agent_variables: Sequence[str] = ()
     """Environment variables that an agent program needs here; they must be listed in ``agent.pass_environment``."""
     container: str | None = None
@@ -114,7 +114,7 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, split: str) -> list[str]:
-        """The task ids of a split, in order. Raises: WorldError: one line; there is no such split."""
+        """The ids of a split's tasks, in a fixed order. Raises: WorldError: there is no such split."""
 
     @abstractmethod
     def task(self, task_id: str) -> Task:
@@ -123,7 +123,7 @@ class Environment(ABC):
     def check_model(self, model: ModelConfig, agent: AgentConfig) -> None:  # noqa: B027
         """Check, before anything is started, that a model fits this environment.
 
-        Raises: ConfigError: one line; the model does not fit.
+        Raises: ConfigError: the model does not fit.
         """
 
     @abstractmethod
@@ -167,7 +167,10 @@ OptionsT = TypeVar("OptionsT", bound=ConfigSection)
 
 
 def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
-    """``environment.options`` as ``kind``. Raises: ConfigError: one line."""
+    """Validate ``environment.options``. Returns: an object of class ``kind``.
+
+    Raises: ConfigError: an option is unknown or missing, or has an invalid value.
+    """
     try:
         return kind.model_validate(given)
     except ValidationError as error:

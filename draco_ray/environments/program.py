@@ -55,9 +55,9 @@ class ProgramResult:
     exit_code: int | None
     """As in `subprocess`, negative for a signal; None if it was ended at its time limit, or by ``until``."""
     output: str
-    """The end of its standard output."""
+    """The last part of what the program wrote to standard output."""
     errors: str
-    """The end of its standard error."""
+    """The last part of what the program wrote to standard error."""
     seconds: float
 
 

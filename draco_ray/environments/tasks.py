@@ -88,7 +88,7 @@ class TasksEnvironment(Environment):
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The tasks' rows."""
+        """The rows of ``environment.options.tasks``, each of which defines a task."""
         return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 

@@ -105,9 +105,9 @@ class LimiterActor(LimiterQueue):
 class JudgeLimiterActor(LimiterActor):
     """The limiter of a run.
 
-    It starts with the dollars that the run has spent according to the cost ledger, so that a resumed run and a
-    restarted process do not start from zero. Archived calls that are not in this ledger are in that of another
-    ``judge.cache``; they count as well.
+    It starts with the dollars that the run has already spent, because the run may have been resumed, or this actor
+    restarted. These are the dollars in the cost ledger, and those of archived calls that the ledger does not contain
+    because they were made with another ``judge.cache``.
     """
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:

@@ -71,7 +71,8 @@ class Call:
     started_at: float
     clock: float
     check: bool = False
-    """Whether this is the startup check, in which only failures of a busy endpoint do not count as attempts."""
+    """Whether this is the startup check (`LiteLLMClient.check`). Each of its failures counts as an attempt, unless the
+    client belongs to a pool and the endpoint is only busy."""
     requests: int = 0
     number: str = ""
     """Number of the latest request."""

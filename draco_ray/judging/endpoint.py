@@ -71,7 +71,12 @@ def _blocks_alike(prompts: Prompts, phase: str) -> int:
 
 
 def mark_cache_prefixes(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
-    """``messages``, the first split at the ends of shared prefixes, each with a cache_control marker for Anthropic."""
+    """``messages`` with cache_control markers for Anthropic.
+
+    Args:
+        shared: ends of the prefixes that the first message shares with other prompts, as character offsets. The message
+            is split at the last `MOST_MARKS` of them, and each part that ends at one of them gets a marker.
+    """
     first, *rest = (dict(message) for message in messages)
     text, begin, parts = str(first["content"]), 0, []
     for end in shared[-MOST_MARKS:]:
@@ -128,7 +133,7 @@ class Borrowed:
 
     server: Server
     number: int = 0
-    """Id of the loan, for the lender."""
+    """Number by which the lender identifies the server that is given back."""
     lost: bool = False
     """Set by the borrower if the connection failed or broke."""
 
@@ -197,11 +202,11 @@ class Endpoint:
         yield Borrowed(Server(self._config.api_base, self.api_key()))
 
     def api_key(self) -> str:
-        """Return the key that is sent.
+        """The API key for requests; ``none`` if a private endpoint is configured without a key.
 
         Raises:
-            JudgeUnavailable: the key's environment variable is not set, and the endpoint is the provider's own.
-            ConfigError: as for JudgeUnavailable, and LiteLLM does not know the model's provider.
+            JudgeUnavailable: the key's environment variable is not set, but the provider's own endpoint needs a key.
+            ConfigError: neither the key nor an endpoint is set, and LiteLLM knows no provider of the model.
         """
         name = self._config.key_variable
         if key := os.environ.get(name):
@@ -279,10 +284,10 @@ class Endpoint:
 
     @cached_property
     def _parameters(self) -> dict[str, Any]:
-        """Sampling parameters, without a temperature that LiteLLM knows the model to refuse.
+        """The configured sampling parameters; without the temperature if the model refuses it, according to LiteLLM.
 
         Raises:
-            JudgeUnavailable: LiteLLM knows the model to refuse another parameter.
+            JudgeUnavailable: according to LiteLLM, the model refuses the configured reasoning effort.
         """
         config = self._config
         sent: dict[str, Any] = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}

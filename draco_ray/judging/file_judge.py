@@ -38,7 +38,10 @@ PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
 
 
 class FileJudge:
-    """A `draco_ray.judging.completion.Completer` behind a directory, which several processes may share."""
+    """A `draco_ray.judging.completion.Completer` that writes prompts to a directory and reads the replies from it.
+
+    Several processes may use the same directory.
+    """
 
     def __init__(self, directory: Path, model: str) -> None:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
@@ -65,7 +68,7 @@ class FileJudge:
         except UnicodeDecodeError as error:
             raise StoreError(f"judge {self._model}: {name}{REPLY}: {error}; expected UTF-8") from None
         if not answered and TAG not in text and TAG in request.messages[0].content:
-            log.warning("%s%s has no %s, so nobody would notice a reply to another prompt", name, REPLY, TAG)
+            log.warning("%s%s contains no %s, so a reply to the wrong prompt would not be noticed", name, REPLY, TAG)
         return Completion(
             text=text,
             finish_reason="stop",
@@ -82,7 +85,7 @@ class FileJudge:
         A recording stays as it is.
         """
         for reply in self._directory.glob(f"*-{_key(request)}{REPLY}"):
-            # Another process may have renamed it.
+            # Another process may already have renamed the reply.
             with contextlib.suppress(FileNotFoundError):
                 if not self._recorded:
                     reply.rename(f"{reply}.refused")

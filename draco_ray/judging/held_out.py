@@ -40,11 +40,12 @@ class HeldOutScores:
     """Pass shares, in [0, 1], that the two judges give to the rollouts of a group's `held_out_sample`."""
 
     trained: float
-    """Mean pass share of these rollouts by the main judge, whose verdicts are used for training."""
+    """Mean pass share of these rollouts according to the main judge, on whose verdicts the policy is trained."""
     best: tuple[float, ...]
-    """Pass shares, by the held-out judge, of the half with the highest rewards, highest reward first."""
+    """Pass shares, according to the held-out judge, of the half with the highest rewards, highest reward first."""
     middle: float | None
-    """Pass share, by the held-out judge, of the rollout sampled from the other half; None if all rewards are equal."""
+    """Pass share, according to the held-out judge, of one rollout of the other half: the one with the highest reward
+    below the group's maximum. None if all rewards are equal."""
 
     @property
     def held_out(self) -> tuple[float, ...]:

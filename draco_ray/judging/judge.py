@@ -132,7 +132,7 @@ async def ask_phase(judge: Judge, phase: Phase, context: CallContext, /, **given
 
 
 async def resolve_question_field(given: Any) -> Any:
-    """A field of a question; see `ask_phase`."""
+    """The value of a question's field, made from ``given`` as `ask_phase` describes."""
     given = await resolve(given)
     if isinstance(given, Judged):
         return given.value or ()

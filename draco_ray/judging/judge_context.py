@@ -45,7 +45,7 @@ class JudgeContext:
     """Tokens of a group's rollouts; the last output of each may exceed its maximum response length."""
     criteria: int
     reply: int
-    """``judge.max_tokens``, and the unusable replies that are quoted when the judge is asked again."""
+    """Tokens of the reply (``judge.max_tokens``) and of unusable replies, which are quoted in the next request."""
 
     @property
     def tokens(self) -> int:

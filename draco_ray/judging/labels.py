@@ -141,8 +141,8 @@ def read_labels(paths: Sequence[Path]) -> list[Label]:
             if first[:2] != (label.title, label.judge):
                 raise ConfigError(
                     f"{where}: the judge's verdict on criterion {label.criterion}, {label.title[:80]!r}, is "
-                    f"{label.judge:+d}; in {first[2]} it is {first[1]:+d} on {first[0][:80]!r}; these labels are of "
-                    "different runs, expected labels of one run"
+                    f"{label.judge:+d}, but {first[2]} has verdict {first[1]:+d} on {first[0][:80]!r} for the same "
+                    "criterion; the labels are from different runs, expected labels from one run"
                 )
             found.append(label)
     if not found:

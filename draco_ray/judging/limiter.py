@@ -1,15 +1,18 @@
 """Rate limits and the budget of the whole judge pool, and its pauses during outages.
 
-A request takes a lease before it is sent and settles it with its actual cost.
+A client takes a lease before it sends a request. When the request has ended, the client settles the lease with the
+request's actual cost.
 
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
-- Requests: at most the limit in any 60 seconds, spread evenly.
-- Tokens: a request in flight counts with the expected size of its kind (mean plus one standard deviation; its maximum
-  until enough have ended), a finished one with its actual size. Tokens are also spread over the minute, at `PACE`.
-- Order: later phases of a group before new groups, otherwise first come, first served: smaller requests do not overtake
-  a large one that waits for room.
+- Requests: at most the limit in any 60 seconds, spread evenly after a burst.
+- Tokens: at most the limit in any 60 seconds, spread at a multiple of the limit (`PACE`) after a burst. A request in
+  flight counts with its expected tokens: mean plus one standard deviation of earlier requests, or its maximum until
+  enough requests have ended. A finished request counts with its actual tokens.
+- Order: later phases of a group go before new groups. Otherwise the order is first come, first served; small requests
+  do not overtake a large one.
 
-`Limiter` decides, by a clock that tests can set; callers wait for it in the queue `LimiterQueue`. Independent of Ray.
+`Limiter` grants leases, by a clock that tests can set. Callers wait for a lease in `LimiterQueue`. This module does not
+use Ray.
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class LeaseRequest(CostBound):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """The result of a request."""
+    """How a request ended: its tokens and dollars, and, if there is no reply, why."""
 
     tokens: float = 0.0
     output_tokens: float = 0.0
@@ -118,8 +121,8 @@ class SlidingWindow:
         """
         Args:
             limit: maximum amount in the window; None: no limit.
-            burst: amount that may be sent at once; a single larger request may be sent at once, too.
-            pace: rate of the rest, as a factor on the limit.
+            burst: amount that may be sent at once; a single request may be larger.
+            pace: rate at which more than the burst may be sent, as a multiple of the limit.
         """
         self._limit = limit
         self._seconds_each = 0.0 if limit is None else WINDOW_SECONDS / (pace * limit)
@@ -147,7 +150,7 @@ class SlidingWindow:
         return wait if wait > ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> _Use:
-        """Count ``amount`` in the window from now on."""
+        """Record that ``amount`` is sent at the time ``now``; it counts for the next `WINDOW_SECONDS`."""
         use = _Use(now, amount)
         self._uses.append(use)
         self._sum += amount
@@ -264,12 +267,13 @@ class Limiter:
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
     def lease(self, asked: LeaseRequest) -> tuple[str | None, float]:
-        """Ask for one request.
+        """Ask for a lease, which allows to send one request now.
 
-        Returns: the lease's number and 0.0, or None and the seconds after which to ask again, infinity if only the
-            settlement of requests in flight can help.
+        Returns: (the lease's number, 0.0) if it is granted. Otherwise (None, seconds after which to ask again); the
+            seconds are infinite if the caller must first wait until requests in flight have ended.
         Raises:
-            BudgetSpent: the request could cost more than is left, and no reply that is still to come changes that.
+            BudgetSpent: the request could cost more than is left of the budget. Unless it could exceed even the whole
+                budget, this is raised only after this limiter's requests in flight have ended.
             JudgeUnavailable: the judge has not answered for too long.
         """
         now = self._clock()
@@ -353,8 +357,9 @@ class LimiterQueue:
         """
         Args:
             limiter: grants the leases.
-            final: whether no request is sent any more after the budget has refused one. `BudgetSpent`, which cancels
-                all other calls, is then raised only after the requests in flight have ended.
+            final: what happens when a request could exceed the budget. True: no further request is sent, and
+                `BudgetSpent`, which cancels all other calls, is raised only after the requests in flight have ended.
+                False: `BudgetSpent` is raised as in `Limiter.lease`, and smaller requests may still be sent.
         """
         self.limiter, self._final = limiter, final
         self._spent: str | None = None

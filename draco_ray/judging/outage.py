@@ -68,7 +68,7 @@ class OutageStatus:
 
     reason: str
     lasted: float
-    """Seconds since it began."""
+    """Seconds since the outage began."""
     next_try: float
     """Seconds until the next try."""
     gives_up: float
@@ -76,7 +76,7 @@ class OutageStatus:
 
 
 class JudgeHealth:
-    """The health of the judge."""
+    """Counts the judge's replies and failures, and decides when requests wait and when the run stops."""
 
     def __init__(self, *, max_seconds: float = 0.0, max_backoff_seconds: float = 60.0, who: str = "judge") -> None:
         """

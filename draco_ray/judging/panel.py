@@ -38,7 +38,7 @@ ValueT = TypeVar("ValueT")
 
 
 class Panel(Judge):
-    """A judge with a jury."""
+    """A judge that votes together with a jury; a strong judge, if configured, decides where their verdicts differ."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class Fallbacks:
                 self._away[index] = self._clock() + AWAY_SECONDS
                 continue
             if completion.error is None or last:
-                # Add what the judges before it may have cost.
+                # Judges that were asked before and answered with an error may have billed the request: add their cost.
                 dollars, estimated = completion.dollars + paid, completion.estimated_dollars + paid
                 return replace(completion, dollars=dollars, estimated_dollars=estimated)
             paid += completion.dollars
@@ -162,9 +162,10 @@ class Fallbacks:
 
 
 def member_config(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
-    """The configuration of another judge: its own model and endpoint, and everything else from ``config``.
+    """The configuration of an additional judge: of the jury, the strong judge, a fallback or the held-out judge.
 
-    It is never the run's own rule judge, whose replies are stored without their endpoint.
+    Model, endpoint and key are those of ``judge``. What only describes the run's own judge has its default value: extra
+    body, context length, local servers, rule judge and additional judges. All other settings are those of ``config``.
     """
     return config.model_copy(
         update={

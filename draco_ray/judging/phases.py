@@ -111,7 +111,7 @@ class Question(ABC, Generic[ValueT]):
         """
 
     def prompt(self, prompts: Prompts) -> str:
-        """The prompt."""
+        """The prompt that asks the question: its template with the placeholders filled in."""
         return prompts.fill(self.name, self.values(prompts.code(self.identity)))
 
     def settled(self) -> ValueT | None:
@@ -147,7 +147,7 @@ class RolloutQuestion(Question[ValueT]):
         return self.trajectory.group
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The rollout."""
+        """The prompt's placeholders: the agent's prompt, the task and the rollout."""
         return {
             "agent_prompt": render.agent_prompt(self.trajectory.prompt, code),
             "task_input": render.task(self.trajectory.prompt, code),
@@ -185,11 +185,11 @@ class Stage1(Question[Rubric]):
 
     @property
     def identity(self) -> str:
-        """The task, so that it has the same prompt at every visit."""
+        """The agent's prompt, so that the judge's prompt about a task is the same in every epoch."""
         return f"{self.name} {[(message.role, message.content) for message in self.messages]}"
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The agent's prompt, and its user part."""
+        """The prompt's placeholders: the agent's prompt, and the task, which is the user part of that prompt."""
         return {"agent_prompt": render.agent_prompt(self.messages, code), "task": render.task(self.messages, code)}
 
     def scope(self, config: JudgeConfig, group: str) -> str:
@@ -197,7 +197,7 @@ class Stage1(Question[Rubric]):
         return "" if config.stage1_across_epochs else group
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """One to ``judge.max_stage1_criteria`` criteria."""
+        """The JSON schema of a reply: a list of one to ``judge.max_stage1_criteria`` criteria."""
         return reply_schema(self.entry, template, least=1, most=config.max_stage1_criteria)
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
@@ -218,12 +218,12 @@ class Stage2(RolloutQuestion[Rubric]):
     entry = CriterionEntry
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The rollout and the existing criteria."""
+        """The prompt's placeholders: the agent's prompt, the task, the rollout and the existing criteria."""
         existing = render.existing_rubrics(self.existing)
         return {**RolloutQuestion.values(self, code), "existing_rubrics": existing}
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """Up to ``judge.max_stage2_criteria`` criteria."""
+        """The JSON schema of a reply: a list of up to ``judge.max_stage2_criteria`` criteria."""
         return reply_schema(self.entry, template, most=config.max_stage2_criteria)
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
@@ -256,7 +256,7 @@ class GroupQuestion(Question[Rubric]):
         return [each.rollout for each in self.trajectories]
 
     def only(self, members: Sequence[int]) -> Self:
-        """See `Question`; the other rollouts' stage2 proposals are left out, too."""
+        """The same question about the rollouts ``members`` only. Stage2 proposals for other rollouts are left out."""
         others = {f"{Stage2.name}/{each}" for each in self.members if each not in members}
         return replace(
             self,
@@ -266,11 +266,11 @@ class GroupQuestion(Question[Rubric]):
 
     @property
     def identity(self) -> str:
-        """The group."""
+        """The id of the group, so that all prompts about its rollouts have the same evidence code."""
         return self.trajectories[0].group
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The task and every rollout."""
+        """The prompt's placeholders: the agent's prompt, the task and the group's rollouts."""
         return {
             "agent_prompt": render.agent_prompt(self.messages, code),
             "task": render.task(self.messages, code),
@@ -278,7 +278,7 @@ class GroupQuestion(Question[Rubric]):
         }
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """Up to ``judge.max_union_criteria`` criteria."""
+        """The JSON schema of a reply: a list of up to ``judge.max_union_criteria`` criteria."""
         return reply_schema(self.entry, template, most=config.max_union_criteria)
 
 
@@ -293,7 +293,7 @@ class Proposals(GroupQuestion):
     merged = True
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The task, every rollout and the existing criteria."""
+        """The prompt's placeholders: the agent's prompt, the task, the group's rollouts and the existing criteria."""
         return {**GroupQuestion.values(self, code), "existing_rubrics": render.existing_rubrics(self.candidates)}
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
@@ -323,15 +323,15 @@ class Union(GroupQuestion):
         return replace(GroupQuestion.shortened(self, level), candidates=self.candidates[: most_candidates(level)])
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The task, every proposal and every rollout."""
+        """The prompt's placeholders: the agent's prompt, the task, the group's rollouts and the proposed criteria."""
         return {**GroupQuestion.values(self, code), "candidate_rubrics": render.candidate_rubrics(self.candidates)}
 
     def settled(self) -> Rubric | None:
-        """An empty rubric if nothing was proposed."""
+        """An empty rubric if there are no candidates; None if the judge must be asked."""
         return None if self.candidates else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
-        """Up to ``judge.max_union_criteria`` criteria."""
+        """Read the merged rubric from the reply: up to ``judge.max_union_criteria`` criteria."""
         return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
 
 
@@ -446,7 +446,7 @@ class Score(RolloutQuestion[Scores]):
     entry: ClassVar[type[Entry]] = ScoreEntry
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The rollout and the rubric."""
+        """The prompt's placeholders: the agent's prompt, the task, the rollout and the rubric."""
         return {**RolloutQuestion.values(self, code), "rubrics": render.rubrics(self.rubric)}
 
     def settled(self) -> Scores | None:
@@ -454,7 +454,7 @@ class Score(RolloutQuestion[Scores]):
         return None if self.rubric else ()
 
     def votes(self, config: JudgeConfig) -> int:
-        """``judge.score_votes``."""
+        """The number of scoring calls: ``judge.score_votes``."""
         return config.score_votes
 
     def combine(self, votes: Sequence[Scores]) -> Scores:
@@ -462,7 +462,7 @@ class Score(RolloutQuestion[Scores]):
         return combine_votes(votes)
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """One entry per criterion."""
+        """The JSON schema of a reply: exactly one entry per criterion."""
         return score_schema(template, len(self.rubric))
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
@@ -487,11 +487,11 @@ class Verdicts(Score):
     merged = True
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The rollout, the number of its steps, and the rubric."""
+        """The prompt's placeholders: the agent's prompt, the task, the rollout, the number of its steps, the rubric."""
         return {**Score.values(self, code), "num_steps": len(self.trajectory.steps)}
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """One entry per criterion; if there are steps, only a score of 0 may come without one."""
+        """The JSON schema of a reply: one entry per criterion. If there are steps, only a score of 0 may cite none."""
         count, steps = len(self.rubric), len(self.trajectory.steps)
         uncited = _case(count, steps, score={"enum": [0] if steps else [-1, 0, 1]})
         cases = [_case(count, steps), uncited] if steps else [uncited]
@@ -539,13 +539,17 @@ def parse_scores(
 
 
 def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[RubricEntryT], tuple[str, ...]]:
-    """The entry of each criterion, in the rubric's order, and notes.
+    """Match the entries of a reply to the criteria of a rubric.
 
-    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
-    If the indices are 1 .. K, with the titles in the rubric's order, they count from 1.
+    The criterion of an entry is the one with its ``rubric_index`` or, without an index, the one with its title. If an
+    entry has no index and an unknown title, it belongs to the only criterion without an entry. Indices count from 0, or
+    from 1 if they are 1 .. K and the titles are in the rubric's order.
+
+    Returns: one entry per criterion, in the rubric's order, and a note if an entry had no index and an unknown title.
 
     Raises:
-        ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
+        ReplyError: a criterion has no entry or two, an index does not exist, or an index comes with the title of
+            another criterion.
     """
     titles = [_normal(criterion.title) for criterion in rubric]
     wanted = "; ".join(f"{index}: {criterion.title}" for index, criterion in enumerate(rubric))
@@ -581,10 +585,18 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
 def cited_steps(
     named: Sequence[int], verdict: Verdict, num_steps: int, where: str, *, last: bool
 ) -> tuple[tuple[int, ...], list[str]]:
-    """The steps that a verdict cites, and notes; see `parse_attributions`.
+    """The existing steps that a verdict cites, in ascending order, and notes about its other citations.
+
+    Args:
+        named: the steps in the reply.
+        verdict: the verdict; a criterion that is not applicable cites nothing.
+        num_steps: number of steps of the rollout.
+        where: the entry of the reply, for messages.
+        last: whether this is the last attempt. Wrong citations are then noted instead of refused.
 
     Raises:
-        ReplyError: unless ``last``: a step is beyond the trajectory, or a pass or fail cites no existing step.
+        ReplyError: ``last`` is False, and the verdict cites a step that does not exist, or is a pass or fail that cites
+            no step although the rollout has steps.
     """
     cited = sorted(set(named)) if verdict is not Verdict.NOT_APPLICABLE else []
     steps = tuple(step for step in cited if 1 <= step <= num_steps)
@@ -651,7 +663,7 @@ class Credit(RolloutQuestion[Attributions]):
         return range(len(self.rubric)) if self.criteria is None else self.criteria
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The rollout, also as numbered steps, and the verdicts."""
+        """The prompt's placeholders: agent's prompt, task, rollout, the rollout's numbered steps, and verdicts."""
         return {
             **RolloutQuestion.values(self, code),
             "steps_summary": render.steps_summary(self.trajectory, code),
@@ -731,6 +743,9 @@ PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Prop
 
 
 def phase_rank(name: str | None) -> int:
-    """Rank of a phase's calls, the lowest first: later phases go first, since they finish groups in progress."""
+    """Priority of a phase's calls: those with the lowest rank are sent first.
+
+    Later phases have lower ranks, so that groups in progress are finished before new ones begin.
+    """
     names = list(PHASES)
     return -names.index(name) if name in names else 0

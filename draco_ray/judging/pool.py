@@ -71,7 +71,7 @@ class JudgeWorkerActor:
             )
 
     async def up(self) -> str:
-        """Node id of this process; the health check."""
+        """The id of the Ray node on which this actor runs. The pool calls this method as a health check."""
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
@@ -143,7 +143,7 @@ class JudgePool(MonitoredWorkers[Any]):
         """Prepare the pool; nothing is started yet.
 
         Args:
-            start: requests a judge actor of that name from Ray and returns its handle at once.
+            start: function that requests a judge actor with the given name from Ray and returns its handle at once.
             config: limits and timeouts.
         """
         self._start = start

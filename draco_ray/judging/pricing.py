@@ -1,7 +1,8 @@
-"""Maximum cost of a request, actual cost of a reply, and prices.
+"""The maximum cost of a judge request, the actual cost of a reply, and the prices of models.
 
-The price is the configured one (``judge.prices``), else LiteLLM's. A reply with missing or implausible usage is booked
-at the maximum cost of its request: the budget holds whatever the endpoint reports.
+The price of a model is the one in ``judge.prices``, or LiteLLM's if none is configured (exceptions: `known_price`). If
+a reply states no usage, or an implausible one, the maximum cost of the request is booked. So the budget holds,
+whatever usage an endpoint reports.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
 """Plausible usage is at most this factor times the expected maximum, plus this many tokens: some endpoints add a
 prompt, and some do not count reasoning towards ``max_tokens``."""
 LONGEST_TOKEN_BYTES = 128
-"""Longest token of common vocabularies, a run of spaces: usage below one token per this many bytes is implausible."""
+"""Length of the longest token in common vocabularies, a run of spaces. Usage is implausible if it states fewer tokens
+than one per this many bytes of text."""
 OTHERS_SAY = ("model", "models", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 """Keys that ``judge.extra_body`` must not contain under a budget: they change the price or the length of a reply."""
 
@@ -38,7 +40,7 @@ class TokenUsage:
     cached_tokens: int = 0
     """The part of the input that was read from the provider's prompt cache."""
     written_tokens: int = 0
-    """The part of the input that was written to that cache."""
+    """The part of the input that was written to the provider's prompt cache."""
     output_tokens: int
     """Tokens of the reply, reasoning included."""
     reasoning_tokens: int = 0
@@ -60,10 +62,11 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 
 
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
-    """The configured price of ``model``, else LiteLLM's; None if neither is known.
+    """The configured price of ``model``, or LiteLLM's if none is configured; None if there is neither.
 
-    If both are known, LiteLLM's is used for the service tiers ``flex`` and ``priority``, or if the configured one only
-    repeats its prices of input and output: LiteLLM's may also have prices for cached input and long prompts.
+    If both exist, LiteLLM's price is used in two cases. One is the service tier ``flex`` or ``priority``, since the
+    configured price is for the standard tier. The other is a configured price that states the same input and output
+    prices as LiteLLM's and nothing else: LiteLLM's price may also cover cached input and long prompts.
     """
     if model.startswith(FILES):
         return Price(input=0.0, output=0.0)
@@ -246,7 +249,7 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
             found["output"] = max(found["output"], thought)
         return found
 
-    # Prices by input length are in a list, or under names with the length.
+    # LiteLLM states prices for long inputs in a list, or under keys that contain the length.
     by_length = listed.get("tiered_pricing") or [listed]
     base = rates(by_length[0])
     # LiteLLM lists models with unknown prices as free.

@@ -35,11 +35,13 @@ MAX_BYTES_PER_TOKEN = 16
 MARGIN = 1.05
 """Safety factor on the reported rate, because texts differ."""
 LEARNED_BYTES = 20_000
-"""A text of this length or more sets the rate at once; a shorter one changes it in proportion."""
+"""Length in bytes from which the usage of a single prompt replaces the rate; usage of a shorter prompt changes the
+rate only in part, and the less, the shorter the prompt is."""
 SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
 """Largest fraction that each further attempt keeps of a too long prompt: 9 % after six attempts."""
 CLOSE = 2.5
-"""A number in an error counts the prompt's tokens if it differs from the estimate by less than this factor."""
+"""A number in an error message is taken for the prompt's number of tokens if it differs from the estimate by less than
+this factor."""
 _TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request|entity|payload|input) too large", re.I)
 _NUMBER = re.compile(r"(?<![\w.:=-])\d[\d,]{2,12}(?![\w:-])")
 
@@ -190,7 +192,7 @@ def is_too_long(error: str, estimate: float) -> bool:
     close to the estimate, and a limit below it.
     """
     named = "ContextWindowExceededError" in error or _TOO_LONG.search(error) is not None
-    # An error about the length of the reply names its parameter.
+    # An error with "max_" names a parameter such as max_tokens: the reply is too long, not the prompt.
     return named or (estimate > 1000 and "max_" not in error and _stated(error, estimate) < 1)
 
 

@@ -68,7 +68,7 @@ class Prompts:
 
         def value(match: re.Match[str]) -> str:
             text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
-            # A block begins on its own line, wherever the template puts it.
+            # A text of several lines begins on a new line, even if its placeholder is in the middle of a line.
             start = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
@@ -160,10 +160,14 @@ class _Criterion(BaseModel):
 
 
 def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
-    """Read a YAML list of criteria, in its order (found as `project_file` does).
+    """Read a static rubric: a YAML list of criteria, whose order is kept.
+
+    Args:
+        path: the file; `project_file` says where it is searched for.
 
     Raises:
-        ConfigError: not such a list, a field missing, empty or unknown, no criterion, or a title twice.
+        ConfigError: the file is missing or unreadable, is not a list, has no criterion or the same title twice, or a
+            field of a criterion is missing, empty or unknown.
     """
     path = project_file(path)
     try:

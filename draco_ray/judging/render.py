@@ -263,7 +263,7 @@ def unescape(text: str) -> str:
 def json_text(entries: list[dict[str, object]]) -> str:
     """Indented JSON in which no string can close a block or start a line; it decodes to exactly ``entries``."""
     text = _encodable(json.dumps(entries, indent=2, ensure_ascii=False))
-    # JSON's own brackets never match: no word of a special token follows them.
+    # Only text inside strings matches: brackets of the JSON syntax are never followed by the name of a special token.
     text = _SPECIAL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
     return text.translate({ord(sign): json.dumps(sign)[1:-1] for sign in _unseen(text)})
 

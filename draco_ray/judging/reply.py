@@ -89,7 +89,7 @@ def integer(value: object) -> object:
 
 
 def _remark(value: object) -> object:
-    """A text that decides no verdict: other JSON is kept as JSON text, and null becomes an empty text."""
+    """Convert the value of a `Remark`, such as ``evidence``, to text: null to an empty text, an object to its JSON."""
     if isinstance(value, int | dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
@@ -121,7 +121,7 @@ class Entry(BaseModel):
 
     @classmethod
     def decided(cls, value: dict[str, Any]) -> bool:
-        """Whether a JSON object is meant as an entry."""
+        """Whether a JSON object is meant as an entry: it has at least one of the fields `decides`."""
         return any(name in value for name in cls.decides)
 
     @classmethod
@@ -239,7 +239,7 @@ def read_entries(
         ReplyError: there is no answer, or several.
     """
     values, gaps, broken = _scan(text, kind)
-    # If there are no other brackets, objects in a row are the entries, and "[]" at the end is an answer.
+    # If no brackets surround the JSON values, a row of objects is read as the entries, and a final "[]" as the answer.
     only_values = not re.search(r"[\[\]{}]", "".join(gaps))
     ends_alone = only_values and not gaps[-1].strip(" \t\n\r`.")
     answers: list[tuple[int, list[EntryT]]] = []
@@ -271,9 +271,9 @@ def read_entries(
         raise ReplyError("the reply holds several different answers; give exactly one")
     front, behind = "\n".join(gaps[: place + 1]), "\n".join(gaps[place + 1 :])
     fields = re.compile(rf'"(?:{"|".join(kind.model_fields)})"\s*:')
-    # The answer may be quoted inside JSON that does not parse if a key comes right before it, if there are fields
-    # around it and a bracket after it, or if JSON before it is still open. Text before the end of reasoning does not
-    # count, because it holds drafts.
+    # The answer may be a quotation inside JSON that does not parse. Signs: a key directly before the answer; an entry's
+    # fields around the answer and a closing bracket after it; fields and an unclosed bracket before it. For the last
+    # sign, reasoning is ignored, because it contains drafts, unless the reply begins with a bracket.
     open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else _THINK_END.split(front)[-1]
     unclosed = _opened(open_json) > 0
     closed_behind = re.search(r"[}\]]", behind) and fields.search(front + behind)
@@ -337,10 +337,11 @@ def _decoder(kind: type[Entry]) -> json.JSONDecoder:
 
 
 def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
-    """The values in a JSON value, in their order, and whether each may be an answer or part of one: an entry, an array
-    of objects of which one is an entry, or an empty array of entries. Values inside such a value are left out.
+    """Every value nested in a JSON value, in order, and whether it may be the answer or a part of the answer.
 
-    Some models write the answer or its entries as a string of JSON, which is then read."""
+    That is the case for an entry, for an array of objects at least one of which is meant as an entry, and for an empty
+    array of entries. Values inside such a value are not visited. Some models write the answer or its entries as a
+    string that contains JSON; the string is parsed, too."""
     left = [(ENTRIES, value)]
     while left:
         name, each = left.pop()

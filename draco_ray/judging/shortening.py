@@ -39,9 +39,10 @@ def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, 
 
 
 def most_candidates(level: int) -> int | None:
-    """Maximum number of candidates in a union at ``level``: as many as a text of the prompt may have characters.
+    """Maximum number of candidate criteria in a union prompt that is truncated to ``level``; None: no maximum.
 
-    None: no maximum.
+    A maximum applies as soon as the agent's prompt is truncated. It equals the maximum length of a text of that prompt,
+    in characters.
     """
     return _length(level - 2 * len(LENGTHS))
 

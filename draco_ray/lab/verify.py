@@ -64,7 +64,11 @@ COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("advantages", ("rollout",), ()),
     ("groups", (), ()),
 )
-"""(table, key columns, columns compared only later), in order of dependency: each table follows from earlier ones."""
+"""(table, columns that identify a row, columns that are not compared), in the order of comparison.
+
+Each table follows from the tables before it. ``criteria`` is compared twice: its column ``survived`` follows from the
+verdicts, so it is compared only after them.
+"""
 DERIVED_METRICS = (
     *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
     *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),

@@ -42,8 +42,8 @@ class UpdateMetrics:
     for rollouts that an older adapter sampled (`train.staleness`)."""
     learning_rate: float
     importance_weight: float = 1.0
-    """Mean weight of a token: p(weights of the step's start) / p(at sampling), truncated, or 1 without a cap; 0 if the
-    token is masked."""
+    """Mean importance weight of the tokens: p(weights of the step's start) / p(at sampling), at most
+    `learner.importance_cap`. The weight is 1 if no cap is set, and 0 for a masked token."""
     truncated_fraction: float = 0.0
     """Share of tokens whose weight was truncated at `learner.importance_cap`."""
     masked_fraction: float = 0.0

@@ -27,7 +27,7 @@ class Command(NamedTuple):
     groups: tuple[Any, ...] = ()
     """The positional arguments: references to lists of TrainingSample."""
     options: Mapping[str, Any] = {}
-    """The keyword arguments."""
+    """Keyword arguments of the method, by name."""
 
 
 class StartPosition(NamedTuple):

@@ -86,7 +86,7 @@ class ContextParallelGroup:
         return gathered
 
     def heads(self, total: int) -> list[int]:
-        """Indices of the heads, of ``total``, that `to_heads` sends to this worker."""
+        """Indices of the heads that `to_heads` sends to this worker, if there are ``total`` heads."""
         copies = head_copies(total, self.size)
         mine = total * copies // self.size
         return [head // copies for head in range(self.rank * mine, (self.rank + 1) * mine)]
@@ -150,7 +150,10 @@ class DeltaNetHeads:
         return output
 
     def returned(self, output_1TC: Tensor) -> Tensor:
-        """The layer's output for this worker's tokens, from all tokens of its heads: 1 x t x hidden size."""
+        """The mixer's output for this worker's tokens, 1 x t x hidden size.
+
+        ``output_1TC``: the output of this worker's heads for all tokens.
+        """
         output_THD = output_1TC[0].unflatten(1, (-1, self._mixer.head_v_dim))
         projected: Tensor = self._mixer.out_proj(self._context.to_tokens(output_THD).flatten(1)[None])
         return projected

@@ -87,7 +87,7 @@ def shard_base(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
     if isinstance(embedding, FSDPModule):
         # The embedding is frozen and the first layer, so its backward needs no weight.
         embedding.set_unshard_in_backward(False)
-    # The decoder as the root module, which has no parameters of its own, lets each group prefetch the next.
+    # Wrap the decoder as well: as FSDP's root module, without parameters, it lets each group prefetch the next.
     fully_shard(decoder, mesh=mesh, ignored_params=whole)
 
 
@@ -198,7 +198,10 @@ class _QuantizedProduct(torch.autograd.Function):
 
 @torch.no_grad()
 def quantized(weight_OI: Tensor, precision: str) -> tuple[Tensor, Tensor]:
-    """Codes O x I and a scale for each row, O x 1 in the weight's dtype, whose product is closest to the weight."""
+    """Quantize a weight matrix.
+
+    Returns: codes, O x I, and a scale per row, O x 1 in the weight's dtype. Code times scale is close to the weight.
+    """
     dtype, largest = FORMATS[precision]
     rows_O1 = weight_OI.to(torch.float32).abs().amax(dim=1, keepdim=True)
     # A row of zeros gets a tiny scale; codes are clamped, because a scale may have been rounded down.
@@ -573,7 +576,10 @@ class AdaptedModel:
 
     @torch.no_grad()
     def _try_packing(self, base: Any, context: ContextParallelGroup | None) -> None:
-        """Install segment attention, unless packed sequences do not give the outputs of separate ones."""
+        """Install segment attention, so that a micro-batch may hold several sequences.
+
+        It is removed again if a test gives other outputs for packed sequences than for separate ones.
+        """
         ids_T = np.arange(24)
         # All sequences share 17 tokens; the first, third and fourth share a prompt of 18 tokens.
         sequences = [
@@ -631,7 +637,7 @@ def _load_base(model: ModelConfig) -> Any:
 
 
 def _architectures(path: str) -> tuple[str, ...]:
-    """The architectures in the checkpoint's config.json, which need not be the loaded class."""
+    """The architectures that the checkpoint's config.json names; the loaded class may be another one."""
     return tuple(AutoConfig.from_pretrained(path).architectures or ())
 
 

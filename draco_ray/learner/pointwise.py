@@ -105,7 +105,10 @@ def _eps(norm: Any) -> float | None:
 
 @torch.no_grad()
 def _equal(module: Any, width: int, compiled: bool) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
-    """The function that makes a forward with the same results as the layer's own code; None if there is none."""
+    """Find a fused form that computes the same as a layer's own code, up to `TOLERANCE`.
+
+    Returns: a function that makes the fused forward of any layer of this kind; None if no form computes the same.
+    """
     weight = next(module.parameters())
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]

@@ -1,9 +1,13 @@
 """Attention and gated delta nets over packed segments, so that packed sequences do not see each other.
 
-Attention is computed for each segment, over the keys of the segment and of those that it continues; on a GPU each is
-one call of a Flash kernel. A gated delta net (Qwen3.5 and 3.6) is called for each segment with the states after the
-segment that it continues, so that the model's own code and kernels are used. Gradients flow through keys, values and
-states. Workers that share a micro-batch each compute their heads (`draco_ray.learner.context_parallel`).
+Attention is computed segment by segment. The queries of a segment see its own keys, and the keys of the segments that
+it continues. On a GPU, each segment is one call of a Flash kernel.
+
+Gated delta nets (Qwen3.5 and 3.6) are also called segment by segment, with the model's own code and kernels. A segment
+starts with the states at the end of the segment that it continues.
+
+Gradients flow through keys, values and states. If workers share a micro-batch, each computes some of the heads
+(`draco_ray.learner.context_parallel`).
 """
 
 from __future__ import annotations
@@ -121,7 +125,7 @@ class _DeltaNetCache:
     """A gated delta net's states between two segments, with the interface of transformers' cache."""
 
     record_past = True
-    """Keeps transformers from changing states in place: several segments may continue one, and all have gradients."""
+    """Makes transformers keep old states unchanged: gradients, and all segments that continue from here, need them."""
 
     def __init__(self, before: _DeltaNetCache | None) -> None:
         self.before = before
@@ -130,7 +134,10 @@ class _DeltaNetCache:
 
     @property
     def layers(self) -> _DeltaNetCache:
-        """A property, because a reference to itself would keep the tensors until garbage collection."""
+        """This object, which also stands for the cache of every layer.
+
+        A property, because an attribute that refers to its own object would keep the tensors until garbage collection.
+        """
         return self
 
     def __getitem__(self, layer: int) -> _DeltaNetCache:

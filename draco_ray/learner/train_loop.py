@@ -189,10 +189,11 @@ def fit(settings: LoopSettings) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     class Trainer(TorchTrainer):
-        """TorchTrainer without the actor that ends the workers when Ray's state API does not know the controller.
+        """TorchTrainer without Ray Train's placement group cleaner, an actor that may end healthy workers.
 
-        A Ray without a dashboard reports the default port for that API. If another Ray of this machine listens there,
-        healthy workers are ended. `RayLoraLearner.stop`, or the end of the job, frees their placement group.
+        The cleaner asks Ray's state API for Ray Train's controller, and ends the workers if the API does not know it.
+        Without a dashboard, Ray reports the default port for this API, where another Ray on the same machine may
+        answer. Without the cleaner, `RayLoraLearner.stop` or the end of the job frees the workers' placement group.
         """
 
         def _create_default_callbacks(self) -> list[Any]:

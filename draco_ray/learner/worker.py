@@ -54,10 +54,12 @@ class PendingSamples:
 class LearnerWorker:
     """One of ``workers`` replicas of the learner. All replicas get the same calls in the same order.
 
-    Every worker sees all samples and assigns them to shards in the same way: each sample goes to the shard with the
-    fewest tokens since the last update. Only `step` synchronises the workers. With a sharded base, every pass does
-    too, so samples may wait until every shard has as many micro-batches, at the latest until the update. Workers that
-    share sequences (`learner.context_parallel`) have the same shard.
+    Every worker sees all samples, and computes the same assignment of samples to shards: each sample goes to the shard
+    with the fewest tokens since the last update. Workers that share sequences (`learner.context_parallel`) have the
+    same shard.
+
+    The shards wait for each other in `step`, and if the base is sharded, in every pass. In that case a shard's
+    micro-batch waits until all shards have one, at the latest until the update.
     """
 
     def __init__(self, learner: LoraLearner, *, rank: int, workers: int) -> None:
@@ -80,10 +82,11 @@ class LearnerWorker:
     def accumulate(self, *groups: Sequence[TrainingSample]) -> None:
         """Add the gradients of whole groups.
 
-        Before the first update of a training step the importance ratio is 1, because the weights are still those at
-        the step's start; after it, their old log-probs must have been computed with `remember_old_logprobs`.
+        A sample without old log-probs gets the importance ratio 1. That is right only before the first update of a
+        training step, while the weights are those at the step's start. The samples of later minibatches need old
+        log-probs from `remember_old_logprobs`.
 
-        Raises: ValueError if they were not.
+        Raises: ValueError: after an update, a sample has no old log-probs.
         """
         samples = [sample for group in groups for sample in group]
         remembered = [sample for sample in samples if _key(sample) in self._remembered_by]

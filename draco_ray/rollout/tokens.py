@@ -69,9 +69,9 @@ class TokenSequence:
     steps: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None, step: int = GAP) -> tuple[int, int]:
-        """Append sampled tokens with their ``logprobs``, or context without.
+        """Append tokens. ``logprobs``: those of sampled tokens; None if the tokens are context.
 
-        Returns: the positions of the first token and after the last one.
+        Returns: the position of the first appended token, and the position after the last one.
         """
         first = len(self.ids)
         self.ids += ids

@@ -116,7 +116,10 @@ class TurnAgent(ABC):
         )
 
     def _received(self, said: PolicyTurn) -> str:
-        """The message of a closing turn; empty if a limit truncated the turn or closing turns are gaps."""
+        """The message that a closing turn delivers: its text after the reasoning.
+
+        Empty if a limit truncated the turn, or if closing turns count as gaps (`closing_turn`).
+        """
         if said.cut or said.too_long or (self._config.closing_turn or self.closing_turn) == "gap":
             return ""
         return after_reasoning(said.text, thinking=said.opens_thinking)

@@ -130,7 +130,7 @@ class RolloutWorkerActor:
                 validate_file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")
             ]
             folder = self._kept.joinpath(*parts)
-            # Remove files of this attempt from before a crash, after which Ray or a resumed run repeats the attempt.
+            # Ray or a resumed run repeats an attempt after a crash: remove the files that the attempt had kept before.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             if self._kept.parent.is_dir():
                 await world.keep(folder)

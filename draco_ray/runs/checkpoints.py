@@ -99,7 +99,7 @@ def _counters(path: Path) -> dict[str, Any]:
     # A checkpoint may be copied to a folder of any name except another step's.
     step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
-        raise ValueError(f"the file belongs to checkpoint {str(written)[:50]!r}")
+        raise ValueError(f"written for checkpoint {str(written)[:50]!r}, not for this one")
     return counters
 
 

@@ -437,7 +437,7 @@ class RunDirectory:
         finished = sorted(folder.glob(f"{pattern}.parquet"))
         if strange := [path for path in finished if _step_of(path) is None]:
             raise damaged(strange[0], "its name is not that of a step, so its rows may be duplicates")
-        # Parts of a merged step are duplicates.
+        # Leave out the parts of a merged step: its Parquet file has the same rows.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
 

@@ -42,13 +42,13 @@ class Manifest:
         """File written since ``began_ns`` -> its modification time when its digest was computed."""
 
     def update(self, last: int) -> None:
-        """Add the files that finished steps have written.
+        """Add the digests of files and metrics that were written since the last update, and write the manifest.
 
         Args:
-            last: the last finished step; the metrics of later steps may still change.
+            last: the last finished step. Metrics of later steps get no digest yet, because they may still change.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a file cannot be read, or the manifest cannot be written.
             DamagedRun: the manifest of an earlier process cannot be read.
         """
         run = self._run
@@ -161,7 +161,11 @@ def _together(before: Mapping[str, str], here: Mapping[str, str]) -> dict[str, s
 
 
 def _covered(run: RunDirectory) -> Iterator[Path]:
-    """Files that do not change once written: tables, checkpoints, earlier configurations, the judge prompts' key."""
+    """The files that `_digests` is called for. They do not change once written.
+
+    These are tables, earlier configurations, the key of the judge's evidence markers, and for each checkpoint its
+    counters, or all its files if it has no counters.
+    """
     yield from run.tables.glob("*/step*.parquet")
     yield from run.tables.glob("*/step*/*.parquet")
     for step in run.checkpoint_steps():
@@ -177,7 +181,7 @@ def _files(checkpoint: Path) -> list[Path]:
 
 
 def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
-    """The digest of a file by its name; for a checkpoint's counters, also those of the checkpoint's other files."""
+    """Path in the run directory -> digest, for one file; for a checkpoint's counters, also for its other files."""
     found = {path: file_digest(path)[0]}
     if path.name == COUNTERS:
         try:

@@ -34,7 +34,7 @@ class CarriedRubric:
     visits: int = 0
     """Number of earlier visits that had a rubric."""
     rubric: tuple[Criterion, ...] = ()
-    """The rubric of the last such visit."""
+    """The rubric of the last visit that had one; empty if none had."""
 
 
 def carried_rubrics(run: RunDirectory, before: int) -> dict[str, CarriedRubric]:
@@ -163,11 +163,13 @@ def advantage_rows(
 
 
 def recover_paid_call(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
-    """Replace a cached call by the call that paid for its reply, if a killed process left that one unrecorded.
+    """The call to record: the call that paid for a cached reply, if no table has that call yet; otherwise ``call``.
+
+    Such a call is missing if a process was killed after it had stored the reply, but before it recorded the call.
 
     Args:
         booked: ids of recorded calls; the result's id is added.
-        requests_name: prefix of the request numbers of this run.
+        requests_name: prefix of the ids of calls that this run has paid for; other calls are not recovered.
     """
     paid = call.paid
     own = call.requests == 0 and paid is not None and paid.call_id.startswith(requests_name)
@@ -269,7 +271,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
 
 
 def _turn(row: Row) -> Turn:
-    # Derive ``message`` from the row: in runs of an earlier version, which had another rule, a message may be a gap.
+    # Derive ``message`` from the recorded step, not from the text: earlier versions recorded some messages as gaps.
     return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 

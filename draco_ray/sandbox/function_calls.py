@@ -20,12 +20,12 @@ from typing import Any
 
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
-# In Python ``<tool_call>`` is a syntax error: code that only imitates calls has failed, and its output says so.
+# Code may imitate a call with this text. That is a syntax error in Python, so the step's output shows the failure.
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
 _ERROR = re.compile(r"error: (?:\w+: )?")
 _KEY = "#"
-"""Placeholder for the key of a value that no object of the result contains."""
+"""Stands for the key of a value that is outside of all JSON objects and so has no key."""
 
 Known = dict[str | int, str]
 """A value found in an earlier result -> the expression for it."""

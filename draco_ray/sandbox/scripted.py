@@ -22,7 +22,7 @@ Script = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ScriptResult:
-    """Result of a script."""
+    """What the execution of a script gave: the outputs, and which of the task's tests failed."""
 
     outputs: tuple[str, ...] = ()
     """AppWorld's output of each cell, not truncated."""

@@ -130,7 +130,7 @@ def continues_conversation(known: Sequence[Entry], inputs: Sequence[Entry]) -> b
 
 def _longest(found: Sequence[CallThread]) -> CallThread:
     def weight(thread: CallThread) -> tuple[int, ...]:
-        # Among single calls, the agent's output is longer than that of a title or guard call.
+        # If every conversation has one call, the longest output is the agent's: titles and guards' verdicts are short.
         said = [entry for entry in thread.entries if entry.role != "system"]
         last = said[-1] if said else Entry(role=AGENT)
         return not thread.side_call, len(thread.calls), len(said), len(last.calls), len(last.text)
@@ -139,8 +139,12 @@ def _longest(found: Sequence[CallThread]) -> CallThread:
 
 
 def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, int] | None:
-    """Number of successive entries that the inputs share with the end of the known ones, and the index of the first new
-    input; None if the inputs do not repeat the last output."""
+    """Find the last output of a known conversation in the inputs of a call.
+
+    Returns: how many successive entries, counted back from that output, are equal in both, and the index of the first
+        new input; None if the inputs do not repeat the output. If the conversation has no output yet, the inputs must
+        begin with all of its entries.
+    """
     known = _own_entries(known)
     last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
     if last is None:

@@ -40,7 +40,10 @@ class _Turn:
     results: dict[int, str] = field(default_factory=dict)
 
     def open_call(self, matches: Callable[[ToolCall], bool]) -> int | None:
-        """Index of the first call without a result that matches; code counts as a call without id and name."""
+        """Index of the first call that has no result and for which ``matches`` is true; None if there is none.
+
+        A turn that ran code counts as one call without id and name.
+        """
         calls = self.calls or ((ToolCall(name=""),) if self.code is not None else ())
         return next((i for i, call in enumerate(calls) if i not in self.results and matches(call)), None)
 
@@ -134,8 +137,12 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
 
 
 def _matches(result: Entry) -> Iterator[tuple[Callable[[ToolCall], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
-    """Ways to find the call of a result, best first, each with the order in which to search the turns: by id, by name,
-    or the earliest open call of the latest turn that has one. If result and call have ids, only these count."""
+    """Ways to find the call that a result belongs to, best first, each with the order in which to search the turns.
+
+    The ways are: the call's id, the tool's name, and the first call without a result in the latest turn that has one.
+    If result and call both have an id, only the ids are compared. Otherwise, if
+    both have a name, only the names are.
+    """
 
     def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:
         return reversed(turns)

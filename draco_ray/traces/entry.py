@@ -112,7 +112,7 @@ def _described(found: re.Match[str]) -> str:
 
 
 def decoded_size(base64: str) -> str:
-    """The decoded size of base64 text, in words."""
+    """The size of the data that base64 text encodes, as text with a unit, e.g. ``12 kB``."""
     count = len(base64) * 3 // 4
     units = ((1e6, "MB", ".1f"), (1e3, "kB", ".0f"))
     return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")

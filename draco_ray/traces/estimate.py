@@ -116,5 +116,8 @@ def estimate_cost(
 
 
 def _read(summary: TraceSummary) -> int:
-    """Length of a prompt about a trace, in characters: it contains the agent's prompt twice."""
+    """Number of characters that a trace adds to a judge prompt.
+
+    The agent's prompt counts twice: it is part of the trace, and the judge prompt repeats it as the task.
+    """
     return summary.characters + summary.prompt_characters

@@ -87,7 +87,7 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
         # The simulations of τ-bench's directory format are read with the results.json beside them.
         tau2 = (folder / "results.json").is_file()
     except PermissionError:
-        # Reading the folder as a file reports the error.
+        # Return the folder itself: the caller will try to read it as a file, and report the error.
         return [folder]
     for path in inside:
         if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):

@@ -47,7 +47,7 @@ UNKNOWN_TOKEN = -1
 MOST_TOOLS = 40
 """Maximum number of tool names in the facts about the agents' environment."""
 _TOOL = r"[A-Za-z_][\w.:-]{0,79}"
-"""Regular expression of the tool names that these facts may show."""
+"""Regular expression of a tool's name. The facts about the agents' environment leave out names that do not match."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -69,9 +69,10 @@ JudgeOf = Callable[[Sequence[Trace]], Ask]
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """The result of a group: the records that a run directory stores.
+    """All results of judging one group of traces, which a run directory stores.
 
-    `trajectory`, `judged` and `group` are those of `draco_ray.runs.store_actor.RunStoreActor`, for a `Pipeline`.
+    A `Pipeline` stores results by calling `trajectory`, `judged` and `group`, here as well as on a
+    `draco_ray.runs.store_actor.RunStoreActor`.
     """
 
     index: int
@@ -138,8 +139,11 @@ class GroupJudgement:
 
 
 class _TraceJudge:
-    """The judge of one group. Unlike in training, a large group's rubric is made from some of its traces only, and a
-    single trace's without a union call."""
+    """Asks the judge about one group of traces.
+
+    Two things differ from training. A call about the whole group shows at most `MOST_IN_UNION` of its traces. The
+    rubric of a single trace consists of all criteria that were proposed for it, without a union call.
+    """
 
     def __init__(self, ask: Ask, *, most: int, single: bool) -> None:
         """``most``: maximum number of criteria of a single trace."""

@@ -262,7 +262,7 @@ class _Counted:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A `Completer` of a plain function."""
+    """A `Completer` that answers requests with the function ``complete``."""
 
     complete: Callable[[Request], Awaitable[Completion]]
 
@@ -324,7 +324,10 @@ def open_judge(settled: Plan, *, final: bool = True) -> MeteredJudge:
 
 
 def make_trace_judge(settled: Plan, meter: MeteredJudge) -> JudgeOf:
-    """The judge of a plan, with facts about the environment of the traces that it is asked about."""
+    """A function that returns, for some traces, the plan's judge of these traces.
+
+    If the plan states no facts about the agents' environment, the judge's prompts state facts derived from the traces.
+    """
     config, prompts = settled.told.judge, prompts_of(settled.config.judge)
 
     def about(traces: Sequence[Trace]) -> Ask:
@@ -429,7 +432,7 @@ async def judge(
     if not isinstance(groups, Sequence) or not all(isinstance(each, TraceGroup) for each in groups):
         raise ConfigError(f"groups: found {type(groups).__name__}; expected a list of groups, as load_traces returns")
     if batch and complete is not None:
-        raise ConfigError("batch: no effect with complete, which answers instead of the provider")
+        raise ConfigError("batch: cannot be used with complete, which answers instead of the provider; omit one")
     folder = None if out is None else Path(out)
     settled = plan(
         model,

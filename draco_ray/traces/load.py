@@ -88,7 +88,7 @@ _Name = tuple[Any, str]
 
 @dataclass(slots=True)
 class _Session:
-    """Records in different places that belong together."""
+    """The records of one session, which may be in several lines or files."""
 
     format: Format
     where: str
@@ -211,7 +211,7 @@ class _Loader:
         self.sessions = {}
 
     def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
-        """Add an error that a reader raised to the problems."""
+        """Note a problem: the reader of ``format_`` raised an error for the record at ``where``."""
         said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
         self.problem(where, said if isinstance(problem, MissingTaskId) else f"{said}; expected {format_.shape}")
 

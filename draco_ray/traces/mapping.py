@@ -40,7 +40,7 @@ class FieldMapping(BaseModel):
     content: str | None = None
     """Within a message: the text."""
     tool_calls: str | None = None
-    """Within a message: the calls."""
+    """Within a message: the tool calls."""
     roles: dict[str, str] = Field(default_factory=dict)
     """Role names in the records -> system, user, assistant or tool."""
     action_pattern: str | None = None

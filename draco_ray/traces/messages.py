@@ -51,8 +51,8 @@ AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot", "gpt", "chatgpt", "ge
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "observation")
 RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?")
 CALL_ROLE = re.compile(r"(tool|function)-(call|use)s?(-invocation)?")
-"""Roles (or types, where a message also has a role) of messages that contain calls only, in fields or in the text
-(smolagents: a Python list, ShareGPT: JSON). `RESULT_ROLE` is the same for results."""
+"""Roles of messages that contain only tool calls, in fields or in the text (smolagents: a Python list, ShareGPT: JSON).
+If a message's role is an agent's, its type is matched too. `RESULT_ROLE` is the same for tool results."""
 CALLS = "tool-call"
 LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
 """Types of LangChain's messages, used as roles; its class names begin with them."""
@@ -133,7 +133,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             first = reply[name][0]
             while isinstance(first, list) and first:
                 first = first[0]
-            # Hide the `type`: it is that of an answer, not of a message.
+            # Hide the field `type` of the answer: its value is not the type of a message.
             return reply_entries(_over({"type": None}, first) if isinstance(first, Mapping) else first, where)
     known = "role" in reply or reply.get("type") is not None or is_call(reply)
     if (known or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
@@ -208,7 +208,7 @@ def unwrapped(message: Fields) -> Fields:
         # A choice of an API response, as stored by ART.
         return inner
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
-        # The speaker may be beside the content; an event of Google's ADK names its author.
+        # The content may have no role. Then the message has it: as `role`, or in Google's ADK as `author`.
         content, author = object_of(message, "content"), message.get("author")
         role = first_of(message, "role") or (author and ("user" if author == "user" else AGENT))
         return _over({"role": role}, content) if role and not content.get("role") else content
@@ -276,7 +276,10 @@ def _role(role: str, message: Fields) -> str:
 
 
 def _of_proxy(message: Any) -> Any:
-    """Give an agent's message of AutoGen's first versions, which has the role ``user`` and a name, the agent's role."""
+    """Set the role of an agent's message from AutoGen's first versions.
+
+    There, an agent's message has the role ``user`` and the agent's name. Other messages are returned unchanged.
+    """
     named = isinstance(message, Mapping) and message.get("role") == "user" and message.get("name")
     return {**message, "role": AGENT} if named else message
 

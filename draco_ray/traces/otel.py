@@ -323,7 +323,10 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
 
 
 def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
-    """The spans that are model calls, without parents of other calls, which may repeat their messages."""
+    """The spans that are model calls, or, if there are none, those of agents.
+
+    If two such spans are parent and child, the parent is left out, because it may repeat the child's messages.
+    """
     for of_agents in (False, True):
         said = []
         for span in of_trace:
@@ -352,8 +355,8 @@ def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
     for span, call in calls:
         agent = _agent(span, by_id)
         if agent and _around(agent, by_id) == _around(main, by_id) and continues_conversation(said, call.inputs):
-            # A handoff: another agent, which the same span started, continues the conversation. (A call outside
-            # any agent may ask for a title.)
+            # A handoff: another agent continues the conversation, and the same agent or tool started both agents.
+            # A model call outside any agent is none: it may ask for a title.
             agents.add(agent)
         if agent in agents:
             said = call.inputs + call.outputs
@@ -478,8 +481,15 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
 def _messages(
     attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple[str, ...], role: str, stated: bool = False
 ) -> list[Entry]:
-    """Messages in the first of these attributes that has some; ``stated``: the span is known to be a model's or an
-    agent's, so an object that is not a message is itself the input or the answer."""
+    """The messages in the first of these attributes of a span that contains any.
+
+    Args:
+        names: attributes with a value that contains messages.
+        flat: prefixes of messages that were flattened into several attributes; tried first.
+        role: the role of a text or an object without one.
+        stated: whether the span is known to be a model call or an agent. If so, an object that is not a message is the
+            text of the input or of the answer.
+    """
     for prefix in flat:
         if messages := _flat_messages(attributes, prefix):
             return entries(messages)

@@ -50,7 +50,8 @@ CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id"
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
 OUTPUTS = ("text", "json", "content", "error-text", "error-json")
-"""Types of a tool's output in the AI SDK; an object of another type is what the tool returned."""
+"""Values of ``type`` in the objects that the AI SDK puts around a tool's output. An object with another ``type`` is the
+output itself."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 TYPES = (
     *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
@@ -60,7 +61,7 @@ TYPES = (
 UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
 """Sets of fields that identify a result without a type."""
 FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
-"""Keys of a part without ``type`` and ``text`` that stand for its type."""
+"""Keys that tell the type of a part that is a file, if the part has neither ``type`` nor ``text``."""
 
 
 def parts(content: object) -> Iterator[Entry]:
@@ -259,7 +260,7 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
 
 
 def result_text(value: object) -> str:
-    """The complete text of a tool's result; encoded data is described."""
+    """The complete text of a tool's result, with a short description in place of encoded data such as images."""
     if value is None:
         return ""
     if isinstance(value, str):

@@ -91,7 +91,8 @@ class JudgedGroup:
     task_id: str
     rubric: tuple[Criterion, ...]
     survived: tuple[bool, ...]
-    """For each criterion, whether it counts: some trace failed it, or there is one trace. Empty without rewards."""
+    """For each criterion, whether it survived dropout, so that it counts; all do in a group of one trace. Empty if the
+    group has no rewards."""
     rollouts: tuple[JudgedTrace, ...]
     dollars: float
     error: str | None = None

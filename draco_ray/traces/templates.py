@@ -55,7 +55,11 @@ def parse_chat_template(text: str) -> list[dict[str, str]]:
 
 
 def parse_tagged_calls(entry: Entry) -> Iterator[Entry]:
-    """An entry whose text is parsed for tagged tool calls, or split into tagged results as separate entries."""
+    """Parse the tags in an entry's text.
+
+    Tool calls in an agent's text become calls of the entry. Each tool result in another speaker's text becomes an entry
+    of its own. An entry without such tags is returned unchanged.
+    """
     if entry.role == AGENT and not entry.calls and entry.text.startswith(("<|channel|>", "<|start|>")):
         yield _channels(entry)
     elif entry.role == AGENT and not entry.calls and _CALL.search(entry.text):

@@ -111,7 +111,7 @@ def check_prompts(start: CheckContext) -> None:
     if not start.has_model:
         return
     if environment is None:
-        # Without tasks the template alone can be checked.
+        # Without an environment there are no tasks, so check only the chat template.
         chat = chat_tokens(config)
         if config.agent.use == "tool_calling":
             chat.written_call()

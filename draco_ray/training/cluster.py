@@ -263,7 +263,7 @@ def pending_demand() -> str:
 
 
 def _free() -> list[Resources]:
-    """Free resources of each node."""
+    """For each live node of the Ray cluster, the resources that are not in use."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
     return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
 
@@ -304,7 +304,14 @@ async def wait_for_head_failure(
 
 
 async def stop_unless_head_lost(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
-    """Call ``stop``, which waits for actors of this run, unless the head is lost: the actors may then never answer."""
+    """Call ``stop``, which waits for answers from actors of this run, unless Ray's head is lost.
+
+    Without the head, the actors might never answer.
+
+    Args:
+        stop: stops the actors.
+        look: time limit, in seconds, for an answer from the head.
+    """
     if await head_answers(head_address(), look):
         await stop()
 
@@ -409,7 +416,7 @@ def connect_ray(config: DracoConfig, *, console: Console | None = None) -> dict[
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
-                # Ray warns about more than four times this many workers; a run has a dozen on any number of cores.
+                # Ray warns if more than four times this many workers exist. A run has a dozen, on any number of cores.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
                 # Limit the tasks that the dashboard lists. With Ray's default of 100,000 the head's memory grows for a
                 # thousand steps.

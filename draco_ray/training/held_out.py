@@ -178,7 +178,7 @@ class HeldOutJudgeEvaluator(HeldOutTasks):
         known = read_judged(self.run).get((step, split), [])
         if step >= done and not is_complete(known, [task.task_id for task in tasks], self.config):
             return await self._judge(step, tasks)
-        # For an earlier policy only stored results exist, whichever tasks were held out at the time.
+        # An earlier policy can no longer be judged. Use its stored results, even if they are of other tasks.
         return known or None
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:

@@ -97,12 +97,13 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
 
 
 def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Metrics of the main and the held-out judge on the same rollouts, and of the signs of a hack.
+    """Compare the main judge's and the held-out judge's scores of the same rollouts.
 
-    ``held_out_rate`` is the mean over all rollouts that the held-out judge scored.
+    ``drift`` and ``fall``, with their bounds, are the signs that the policy exploits the main judge. ``held_out_rate``
+    is the mean pass share of all rollouts that the held-out judge scored.
 
     Args:
-        scored: scores of the step's groups.
+        scored: both judges' scores, one item per group of the step.
         earlier: metrics lines of earlier steps.
     """
     pairs = [[each.best[0], each.middle] for each in scored if each.middle is not None]
@@ -131,11 +132,11 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
 def solved(group: Group, group_size: int) -> bool:
     """Whether no rollout of a task failed a criterion, so that nothing is left to learn from it."""
     reward = group.reward
-    # Which criteria survive depends on the rule, so count the verdicts.
+    # Which criteria survive dropout depends on the advantage rule, so count the verdicts on all criteria.
     if reward is None or reward.passed < reward.applicable or len(reward.scored) < group_size:
         return False
-    # The union drops criteria that all rollouts pass, so none may be left. If no criterion of a fixed rubric applies,
-    # nothing is known.
+    # If there are no criteria, the union dropped all of them because every rollout passed them. If there are criteria
+    # but none applies to any rollout, the verdicts say nothing about the task.
     return reward.criteria == 0 or reward.applicable > 0
 
 
@@ -162,7 +163,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         **{name: mean(name) for name in UPDATE_MEANS},
         "engine_ratio_min": min((update.engine_ratio_min for update in updates), default=None),
         "engine_ratio_max": max((update.engine_ratio_max for update in updates), default=None),
-        # The norm of a skipped update may be NaN, which compares with nothing.
+        # The gradient norm of a skipped update may be NaN, which would make the result of `max` wrong.
         "grad_norm": max((update.grad_norm for update in updates if not math.isnan(update.grad_norm)), default=None),
     }
 

@@ -35,7 +35,8 @@ PROBE_SECONDS = 120.0
 """Timeout for a node to start a process and look for data and model."""
 
 TRAJECTORY_BYTES = 21
-"""Bytes per token of a trajectory: id, log-prob and step 4 each, the mask 1, the text (code is stored twice) 8."""
+"""Bytes per token of a trajectory: 4 each for the token id, its log-prob and its step number, 1 for the mask, and 8 for
+the text, because code is stored twice."""
 SAMPLE_BYTES = 13
 """Bytes per token of a training sample: id, log-prob and advantage 4 each, the mask 1."""
 PROMPT_BYTES = 4
@@ -189,7 +190,7 @@ def check_outlives_job(root: Path | str) -> None:
             the cluster's working directory, which may be inside a container.
     """
     if isinstance(root, str):
-        return  # The URL of an object store.
+        return  # A `str` is the URL of an object store, which outlives the job.
     folder = root.resolve()
     if {"runtime_resources", "working_dir_files"} <= set(folder.parts):
         raise ConfigError(

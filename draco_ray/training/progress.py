@@ -138,7 +138,10 @@ class StepProgress:
         return line
 
     def due(self) -> str | None:
-        """The line, if there is no live one and none was printed for ``heartbeat_seconds``; else None."""
+        """The progress line, if it must be printed now; else None.
+
+        It must if an operation runs, no live line is shown, and ``heartbeat_seconds`` have passed since the last one.
+        """
         now = self._clock()
         if self._heartbeat is None or self._live is not None or not self._title or now - self._said < self._heartbeat:
             return None

@@ -322,10 +322,14 @@ def _moved_aside(folder: Path) -> str:
 
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
-    """Truncated table parts of an unfinished step. Raises: DamagedRun: the disk does not let one be read."""
+    """The truncated files among the table parts of an unfinished step.
+
+    Raises:
+        DamagedRun: the disk cannot read one of the files.
+    """
     for table in STEP_TABLES:
         for path in run.parts(table, step):
-            # This raises if the file cannot be read: then it may be whole, and must not be deleted.
+            # This raises if the disk cannot read the file. Such a file may be complete, so it must not be deleted.
             read_bytes(path)
             try:
                 read_table(path, table)

@@ -139,15 +139,16 @@ def resume(
     """Continue a stopped run where it stopped, even in the middle of a step.
 
     Args:
-        directory: the run directory; or the URL of its copy in an object store, which is downloaded if the run is
-            missing here; or the place of both.
-        source: a preset or YAML file describing the same run; None: the run's stored configuration.
+        directory: the run directory; or the URL of the run's copy in an object store, which is downloaded if this
+            machine's folder is missing or older; or a `RunLocation` of both.
+        source: a preset or YAML file that describes the same run; None: the configuration stored in the run directory.
         overrides, setting, trust: see `draco_ray.config.load.load_config`.
-        allow_changed: continue although the configuration differs from the run's.
+        allow_changed: continue even if the configuration differs from the stored one.
+        console: shows the run's progress.
 
     Returns: the run directory.
     Raises:
-        DracoError: as `train` does; ConfigError also for a configuration that has changed.
+        DracoError: as `train` does; ConfigError also if the configuration has changed and ``allow_changed`` is False.
     """
     console = console or PlainConsole()
     if not isinstance(directory, RunLocation):

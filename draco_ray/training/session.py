@@ -208,11 +208,12 @@ def checked_model(config: DracoConfig) -> DracoConfig:
 
 
 def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
-    """The configuration, completed with the environment's facts and static rubric, and the environment.
+    """Make the environment, and add its facts and its static rubric to the configuration where these are needed.
 
+    Returns: the completed configuration, and the environment.
     Raises:
-        ConfigError, WorldError: ``environment.use`` names no environment that can be used, or there is no static
-            rubric.
+        ConfigError, WorldError: ``environment.use`` names no environment that can be used; or ``algorithm.rubric`` is
+            ``static``, and there is no usable static rubric.
     """
     algorithm, environment = config.algorithm, make_environment(config.environment, config.data)
     if algorithm.reward == "rubric" and algorithm.rubric == "static":
@@ -466,18 +467,19 @@ async def training_session(
     start: StartPoint,
     console: Console,
 ) -> AsyncIterator[Trainer]:
-    """Create and start the parts of a training run; stop them after the block, or if the start fails.
+    """Start the learner, engines, workers and judges of a training run; stop them after the block, or if a start fails.
 
     Args:
-        config: from `open_run_session`.
-        prompts: of the usable tasks, by task id.
-        order: of the tasks.
+        config: the configuration that `open_run_session` yields.
+        prompts: the agent's prompt of each usable task, by task id.
+        order: chooses the tasks of each step.
         run: the run directory.
-        start: where the loop begins.
-        console: for messages.
+        start: the step and the checkpoint from which training continues.
+        console: prints messages.
 
+    Yields: the trainer, which runs the steps.
     Raises:
-        DracoError: a part cannot be started; or from the block.
+        DracoError: one of these parts cannot be started, or the block raised the error.
     """
     async with contextlib.AsyncExitStack() as parts:
         pending = PendingOperations()

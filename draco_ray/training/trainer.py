@@ -240,7 +240,7 @@ async def engines_asleep(
 class OrderRules:
     """Rules by which tasks are chosen; see `TaskOrder`."""
 
-    # `recorded_order` must fail on a rule that this version does not know: without it the order would be another.
+    # Forbid unknown fields. Otherwise `recorded_order` would ignore a newer version's rule and return a wrong order.
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     per_step: int
@@ -303,7 +303,7 @@ class TaskOrder:
 
     @property
     def rules(self) -> OrderRules:
-        """The present rules."""
+        """The rules in force now, which are those of the last part of the run."""
         return self.parts[-1].rules
 
     @property
@@ -312,7 +312,7 @@ class TaskOrder:
         return len(self.parts[-1].tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
-        """Number of steps in ``epochs`` epochs if no task rests."""
+        """Number of steps that ``epochs`` epochs have if no task rests."""
         return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
 
     def note(self, step: int, solved: Collection[str]) -> None:
@@ -320,11 +320,14 @@ class TaskOrder:
         self._solved[step] = frozenset(solved)
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step, counted from 1. If the rules use results, call `note` for earlier steps first."""
+        """The B tasks of a step; the first step is 1. If solved tasks rest, call `note` for all earlier steps first."""
         return next(islice(self._steps(resting=True), step - 1, None))[1]
 
     def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
-        """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
+        """Yield epoch and tasks of every step, beginning with step 1.
+
+        With ``resting``, solved tasks rest. For each step, only verdicts that were known when it began are used.
+        """
         epoch, left = -1, list[str]()
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
@@ -342,7 +345,7 @@ class TaskOrder:
                     streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
                     if patience is not None and streak[task] >= patience:
                         rests_until[task] = of_epoch + patience
-            # Tasks are removed from an epoch only at a resume, or because they rest.
+            # Drop tasks from the current epoch if a resume removed them from the run, or if they rest.
             if step == part.first_step or patience is not None:
                 there = {task for task in part.tasks if patience is None or rests_until.get(task, -1) < epoch}
                 left = [task for task in left if task in there]
@@ -682,6 +685,9 @@ class Trainer:
 
 
 def _seconds(update_ended: float, started: float) -> dict[str, float]:
-    """Seconds since the update and since the step began; both arguments are times of the monotonic clock."""
+    """The metrics ``seconds_sync`` and ``seconds``: time since the step's update ended, and since the step began.
+
+    Both arguments are values of `time.monotonic`.
+    """
     now = time.monotonic()
     return {"seconds_sync": now - update_ended, "seconds": now - started}

@@ -82,7 +82,10 @@ class PendingOperations:
 
     @contextmanager
     def of(self, kind: str, which: str = "") -> Iterator[None]:
-        """Record that the block waits for ``kind``; its beginning and its end count as progress."""
+        """Record that the run waits for ``kind`` during the block; ``which`` names a single operation of this kind.
+
+        Both the beginning and the end of the block count as progress.
+        """
         number = next(self._numbers)
         self._waiting[number] = (kind, which, self._clock())
         self._changed = self._clock()
@@ -93,7 +96,7 @@ class PendingOperations:
             self._changed = self._clock()
 
     async def wait(self, kind: str, work: Awaitable[ResultT]) -> ResultT:
-        """Await ``work``; it is recorded as in `of`."""
+        """Await ``work`` and return its result; `of` records the wait for ``kind``."""
         with self.of(kind):
             return await work
 

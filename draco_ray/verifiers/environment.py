@@ -38,7 +38,12 @@ class VerifiersEnvironment(Environment):
         return self._listing.rewarded
 
     def tasks(self, split: str) -> list[str]:
-        """See `Environment`. Raises: also ConfigError, in one line: the taskset cannot be loaded."""
+        """See `Environment`.
+
+        Raises:
+            WorldError: one line; there is no such split, or it is empty.
+            ConfigError: one line; the taskset cannot be loaded.
+        """
         found = self._listing.splits.get(split)
         if not found:
             named = ", ".join(self._listing.splits)

@@ -95,7 +95,7 @@ class BridgeProcess:
         self._output = self._folder.path / "output"
         self._control = ours
         with self._output.open("wb") as output:
-            # subprocess instead of asyncio's: see `draco_ray.environments.program`.
+            # Not asyncio's subprocess, for the reason stated in `draco_ray.environments.program`.
             self._process = subprocess.Popen(
                 [*words, str(self._folder.path)],
                 stdin=theirs.fileno(),

@@ -55,16 +55,16 @@ class ElasticWorkers(Generic[WorkerT]):
         max_calls: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare the pool; nothing is started before the first `adjust`.
+        """Prepare the pool. The first call of `adjust` requests the first workers.
 
         Args:
-            start: requests the worker with that number.
-            slots: concurrent calls of one worker.
+            start: function that requests a worker; its argument is the worker's number in the order of requests.
+            slots: maximum number of concurrent calls of one worker.
             min_workers: minimum number of workers.
-            max_workers: maximum number of workers; at least ``min_workers``.
-            idle_seconds: an unneeded worker is removed after being idle for so long.
-            max_calls: maximum number of concurrent calls over all workers; None: as many as there are slots.
-            clock: monotonic time in seconds; replaced by tests.
+            max_workers: maximum number of workers; ``min_workers``, if that is larger.
+            idle_seconds: time without calls after which an unneeded worker is removed.
+            max_calls: maximum number of concurrent calls of all workers together; None: the slots are the only limit.
+            clock: returns monotonic time in seconds; replaced by tests.
         """
         self._start = start
         self._slots = slots

@@ -43,7 +43,8 @@ class LocalActor:
             return call
         found = [asyncio.ensure_future(_nth(call, index)) for index in range(results)]
         for each in found:
-            # A call's error is in each of its results. Retrieve it, or asyncio logs it for results that nobody awaits.
+            # If the call fails, every result holds its error. Retrieve the error here; otherwise asyncio logs it for
+            # results that nobody awaits.
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
         return found
 

@@ -15,10 +15,10 @@ from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 
 
 def is_temporary(error: RayActorError) -> bool:
-    """Whether an actor with unlimited restarts is only temporarily unavailable.
+    """Whether an actor that Ray restarts without limit is only temporarily unavailable.
 
-    For a call to a node that is being drained Ray reports "died" instead of "unavailable": on spot nodes, and where the
-    autoscaler tried to drain a node that was no longer idle.
+    If the actor's node is being drained, Ray reports that the actor died instead of that it is unavailable. This
+    happens when a spot node is reclaimed, and when the autoscaler tried to drain a node that was no longer idle.
     """
     return isinstance(error, ActorUnavailableError) or error.preempted
 
@@ -196,7 +196,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         await _answered_or_abandoned(pooled, answer)
         ended = answer.done() and not answer.cancelled()
         error = answer.exception() if ended else None
-        # Mark or record the worker before releasing the slot, or a retry of this call would take the slot.
+        # Before releasing the slot, mark the worker as down or record the call. Otherwise a retry could take the slot.
         if isinstance(error, WorkerUnavailable):
             self._down(pooled, error)
         elif ended and error is None:

@@ -348,7 +348,7 @@ def test_tinkers_data_hold_our_advantages() -> None:
         assert [advantage for advantage, _ in pairs] == pytest.approx(np.repeat(values, tokens).tolist(), rel=1e-5)
     assert [len(data) for data in found["cookbook"]] == [1, 2]
     plain = found["plain"]
-    assert "the data have 3 sampled turns, the verdict 2" in found["stale"]
+    assert "the data have 3 sampled turns, 2 were judged" in found["stale"]
     assert {name: plain[name] for name in found["ours"]} == found["ours"]
 
 

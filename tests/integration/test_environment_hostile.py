@@ -203,7 +203,7 @@ class TestAnswers:
         ("answer", "complaint"),
         [
             ("{'not': 'text'}", "the answer to a cell is not text"),
-            ("'x' * 5_000_000", "the task's process answered more than"),
+            ("'x' * 5_000_000", "the task's process sent an answer of more than"),
             ("1 / 0", "ZeroDivisionError"),
         ],
         ids=["not text", "too much", "error"],

@@ -350,7 +350,7 @@ def test_advantages_of_another_rollout_are_refused() -> None:
     members = group_advantages_from_rewards(
         "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5], rule=GRPO
     ).rollouts
-    with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: the advantages are those of rollout 5"):
+    with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: expected its own advantages, got rollout 5's"):
         training_samples(played, members[1], credit=True)
     with pytest.raises(ValueError, match="2 steps, but advantages for 1"):
         training_samples(replace(played, rollout=5), members[1], credit=True)

@@ -220,7 +220,7 @@ def test_the_rule_judge_is_asked_about_just_what_the_prompt_asked(
     assert [row["criterion"] for row in credited] == [0, 0]
     assert credited[1]["steps"] == [4]
     # Of one group nothing is known.
-    assert "algorithm.reliability of the run's citations, if the citations of rules are right: 0.000" in printed
+    assert "algorithm.reliability of the run's judge, if all citations by rules are correct: 0.000" in printed
     agreed = {row["phase"]: row for row in pq.read_table(tmp_path / "rules" / "agreement.parquet").to_pylist()}
     assert agreed["score"]["agreement"] == 0.75
     assert agreed["score"]["false_pass"] == 0.5

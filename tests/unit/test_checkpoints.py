@@ -145,7 +145,7 @@ def test_no_flipped_bit_is_read(tmp_path: Path, name: str) -> None:
 def test_a_whole_checkpoint_of_another_step_is_damage(run: RunDirectory) -> None:
     shutil.rmtree(run.checkpoint(3))
     shutil.copytree(run.checkpoint(1), run.checkpoint(3))
-    assert checkpoint_damage(run.checkpoint(3)) == "learner.json: the file belongs to checkpoint 'step00001'"
+    assert checkpoint_damage(run.checkpoint(3)) == "learner.json: written for checkpoint 'step00001', not for this one"
     # A copy under another name is one that somebody keeps.
     assert checkpoint_damage(shutil.copytree(run.checkpoint(1), run.path / "best")) is None
 

@@ -183,7 +183,7 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--judge rules --api-base http://x", "--api-base: no effect with --judge rules"),
         ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, because no request is sent"),
         ("--judge files:/tmp/d --set judge.temperature=0", "judge.temperature has no effect with judge.model=files:"),
-        ("--judge files:", "files:: expected a directory, as in files:answers"),
+        ("--judge files:", "files:: expected files: and the path of a directory, e.g. files:answers"),
         (f"--judge files:{TRACES}", f"files:{TRACES}: expected a directory"),
         ("--judge rules --batch", "--batch: no effect with --judge rules"),
         ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give only one of them"),
@@ -251,7 +251,7 @@ def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: py
     for model, base in (("", None), ("openai/x", "")):
         with pytest.raises(ConfigError, match="string should have at least 1 character"):
             judge_sync(load_traces(TRACES), model, api_base=base)
-    with pytest.raises(ConfigError, match="batch: no effect with complete"):
+    with pytest.raises(ConfigError, match="batch: cannot be used with complete"):
         judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)
 
 

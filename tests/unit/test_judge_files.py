@@ -160,7 +160,9 @@ async def test_what_an_earlier_command_asked_and_a_reply_without_its_tag_are_nam
     reply = prompts[1].with_name(prompts[1].name.replace(PROMPT, REPLY))
     reply.write_text('{"entries": []}')
     await waiting
-    assert caplog.messages[-1] == f"{reply.name} has no request_tag, so nobody would notice a reply to another prompt"
+    assert caplog.messages[-1] == (
+        f"{reply.name} contains no request_tag, so a reply to the wrong prompt would not be noticed"
+    )
 
 
 def _until(seen: Callable[[], bool]) -> None:

@@ -133,8 +133,9 @@ def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -
         (
             a_label(title=long, judge=-1),
             [path, other],
-            f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1; in {path}, line 1 it is +1 "
-            f"on {long[:80]!r}; these labels are of different runs, expected labels of one run",
+            f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1, but {path}, line 1 has "
+            f"verdict +1 on {long[:80]!r} for the same criterion; the labels are from different runs, expected labels "
+            "from one run",
         ),
         (
             a_label(),

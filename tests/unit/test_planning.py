@@ -416,7 +416,7 @@ def test_turns_on_the_same_gpus_are_planned_one_after_the_other(capsys: pytest.C
 def test_turns_of_engines_of_two_gpus_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     split = ("engine.engines=4", "engine.tensor_parallel=2", "engine.gpus_per_engine=1.2")
     output = printed(capsys, "qwen3.6-27b", *TURNS, *split)
-    assert "engines: 4, tensor parallel 2" in output
+    assert "engines: 4, tensor parallel size 2; memory per GPU:" in output
     # Half of the weights on each GPU, and all of the GPU for the learner while they sleep.
     weights = next(line for line in output.splitlines() if line.startswith("engine weights"))
     assert weights.split()[-2:] == ["25.05", "GiB"]

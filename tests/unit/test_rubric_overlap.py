@@ -222,8 +222,8 @@ def test_a_reply_with_one_array_of_pairs_is_read(text: str, pairs: tuple[tuple[i
         ('[{"first": 0, "second": 0}', "does not parse"),
         ('[{"first": 0, "second": 0}] or [{"first": 1, "second": 0}]', "several different"),
         ('[{"first": 0}]', "entry 0, field second"),
-        ('[{"first": 2, "second": 0}]', "first 2 does not exist; that list is numbered 0 to 1"),
-        ('[{"first": 0, "second": -1}]', "second -1 does not exist"),
+        ('[{"first": 2, "second": 0}]', "the first list has no rubric_index 2; its indices are 0 to 1"),
+        ('[{"first": 0, "second": -1}]', "the second list has no rubric_index -1"),
         ('[{"first": 0, "second": 1}, {"first": 1, "second": 1}]', "second 1 stands in two pairs"),
     ],
 )

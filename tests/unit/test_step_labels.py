@@ -221,7 +221,7 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         ({"trajectories": [{"q": 0, "human": [], "final": 1}]}, "a trajectory has no steps"),
         (
             {"trajectories": [trajectory(0, [1]) | {"call": [True, True]}]},
-            "human and call of a trajectory have different",
+            "the lists human and call of a trajectory differ in length",
         ),
     ],
 )

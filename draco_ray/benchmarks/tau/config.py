@@ -12,7 +12,7 @@ from draco_ray.config.schema import CONFIRMED, CONFIRMED_URL, ConfigSection, Dra
 DenseRetrieval = Literal["alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep"]
 """tau2's retrieval configurations that call an embedding model."""
 NoEmbedding = Literal["terminal_use", "bm25", "bm25_grep", "grep_only", "full_kb", "golden_retrieval", "no_knowledge"]
-"""tau2's other retrieval configurations."""
+"""tau2's retrieval configurations that call no embedding model."""
 
 
 class Tau2Config(ConfigSection):

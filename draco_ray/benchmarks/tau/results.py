@@ -62,7 +62,7 @@ class Reward(BaseModel):
 
     @property
     def failed_parts(self) -> tuple[str, ...]:
-        """Names of the parts below 1 (``DB``, ``ACTION``, ``NL_ASSERTION``), sorted."""
+        """Sorted names of the reward's parts whose value is below 1, such as ``DB``, ``ACTION`` or ``NL_ASSERTION``."""
         return tuple(sorted(part for part, value in (self.reward_breakdown or {}).items() if value < 1 - TOLERANCE))
 
 

@@ -49,7 +49,7 @@ class TauPolicy:
     """A checked policy, ready to be evaluated."""
 
     name: str
-    """Name of its measurement: ``step00100``, ``base`` or the model's name."""
+    """Name of the policy in the results: ``step00100`` for a checkpoint, ``base``, or the model's name."""
     model: str
     """Model directory or hub name to serve, or the LiteLLM name of an API model."""
     api: bool = False
@@ -209,7 +209,7 @@ def serve_policy(
             weights = load_adapter(Checkpoint(name=policy.name, adapter=policy.adapter))
             # In an untrained adapter all lora_B factors are zero, so it has no effect to check.
             trained = any(np.any(values) for name, values in weights.tensors.items() if "lora_B" in name)
-            # A copy, because vLLM silently ignores tensors under other names than its own.
+            # Serve a copy with vLLM's tensor names, because vLLM silently ignores tensors that have other names.
             files = AdapterFiles(folder)
             stack.callback(files.remove)
             files.open()

@@ -42,6 +42,6 @@ def end_state() -> dict[str, int]:
 
 
 def evaluate(task: dict, state: dict[str, int]) -> bool:
-    """Called last, in evaluations only, in a process where no tool has run. Returns whether the task is done.
-    Both functions are optional: without them the judge's pass rate on held-out tasks is reported instead."""
+    """Called after `end_state`, only in evaluations, in a process where no tool has run. Returns whether the task is
+    done. You may remove `end_state` and `evaluate`: evaluations then report the judge's pass rate instead."""
     return state == task["expected"]

@@ -51,20 +51,20 @@ def evaluate(
     retry_errors: bool = False,
     trust: Trust = False,
 ) -> None:
-    """Measure a policy with the benchmark's evaluator; run it again to continue after an interruption.
+    """Measure a policy with the benchmark's evaluator. After an interruption, run the same command to continue.
 
-    For an environment without an evaluator, the judge's pass rate is reported instead, under that name.
+    If the environment has no evaluator, the judge's pass rate is measured instead, and reported as such.
 
     Args:
-        policy: A model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL.
-        run: Evaluate checkpoints of this run (or URL).
-        last_epochs: With --run: the mean over the last N epoch checkpoints (default: 3).
-        train_curve: With --run: success on the training split by checkpoint.
-        every: With --train-curve: every N training steps (default: 1).
+        policy: The policy: a model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL.
+        run: Instead of --policy: the run, or its URL, whose checkpoints are evaluated.
+        last_epochs: With --run: evaluate the checkpoints that end the last N epochs, and average them (default: 3).
+        train_curve: With --run: evaluate the run's checkpoints on the training split, for a learning curve.
+        every: With --train-curve: evaluate only the checkpoint of every N-th training step (default: 1).
         split: Dataset (default: data.eval_split).
         runs: Independent rollouts per task (default: 3).
         config: A preset, a YAML file or a run (default: the run's own; sandbox for starter).
-        out: Evaluation directory; an unfinished one is continued.
+        out: Evaluation directory to write; if it holds an unfinished evaluation, that is continued.
         label: The setting's name in tables.
         api_temperature: Temperature of an API model (default: the provider's).
         retry_errors: Repeat rollouts that were lost to crashes or outages.

@@ -99,7 +99,10 @@ def variety_folder(path: Path, variety: str) -> Path:
 
 
 def call_with_options(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
-    """Call a function or a dataclass with ``others``, and with those of a command's `locals()` that it accepts."""
+    """Call ``made``, a function or a dataclass, with ``others`` and with the options that it has a parameter for.
+
+    ``options`` are a command's `locals()`. If a name is in both, the value in ``others`` is used.
+    """
     names = inspect.signature(made).parameters
     return made(**{name: value for name, value in options.items() if name in names} | others)
 
@@ -118,7 +121,7 @@ def _typed(context: Any, parameter: Any) -> bool:
 
 
 def _shown(parameter: Any) -> str:
-    """A parameter's name in messages: ``--out``, or an argument's as in the usage line."""
+    """The name of a parameter in messages: an option's flag, such as ``--out``, or an argument's name in the usage."""
     option = parameter.param_type_name == "option"
     return str(parameter.opts[0] if option else parameter.metavar or parameter.name)
 

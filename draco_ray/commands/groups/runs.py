@@ -226,19 +226,20 @@ def attribution_bench(
     labels: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     trust: Trust = False,
 ) -> None:
-    """Plant known faults in scripted rollouts and measure whether the judge and the credit find the right steps.
+    """Plant known faults in scripted rollouts, and measure how well a judge and step credit find the faulty steps.
 
     Args:
-        judge: A LiteLLM model, own (of --config) or rules (offline) (default: --config's, else rules).
-        world: The sandbox with the tasks.
-        split: Split of the tasks.
-        tasks: Only N tasks.
-        hard: The judge writes the rubric; some rollouts have two faults, or one with a late consequence.
+        judge: The judge: a LiteLLM model, own (the judge of --config) or rules (the offline judge). Default: own if
+            --config names a judge, else rules.
+        world: Folder of the sandbox whose tasks are used.
+        split: Use the tasks of this split.
+        tasks: Use only N tasks of the split.
+        hard: Use harder rollouts, some with two faults or a fault that shows only later; the judge writes the rubric.
         config: A preset, a YAML file or a run, for the judge's settings.
-        wrong_step: With --judge rules: share of citations that name a wrong step.
-        processes: AppWorld processes.
-        out: Folder of the tables; rollouts that were already executed there are reused.
-        labels: Measure judges against people's step labels in this JSON file instead.
+        wrong_step: With --judge rules: fraction of citations that are changed to a wrong step.
+        processes: Number of AppWorld processes that execute the rollouts.
+        out: Folder for the tables; rollouts that were already executed there are reused.
+        labels: Instead of planting faults: measure judges against the step labels of people in this JSON file.
     """
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.commands.attribution_bench import attribution_labels

@@ -26,7 +26,7 @@ _HINT = "set data.root to AppWorld's data or to a folder made by `draco sandbox 
 def check_data_root(root: Path) -> None:
     """Check that ``root`` contains a world with tasks.
 
-    Raises: WorldError: one line; a folder is missing or there are no tasks.
+    Raises: WorldError: a folder is missing or there are no tasks.
     """
     if not root.is_dir():
         raise WorldError(f"data root {str(root)!r} does not exist; {_HINT}")
@@ -38,9 +38,11 @@ def check_data_root(root: Path) -> None:
 
 
 def check_readable(root: Path, task_ids: Sequence[str]) -> None:
-    """Check that tasks can read their data if this process runs as root, because each task then runs as another user.
+    """Check that other users than root can read the data, because root runs each task as another user.
 
-    Raises: WorldError: one line; a folder or a file is closed to other users.
+    If this process does not run as root, nothing is checked.
+
+    Raises: WorldError: other users cannot read a folder of the data root, or the specs of one of the tasks.
     """
     if os.geteuid():
         return

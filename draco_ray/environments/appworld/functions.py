@@ -52,7 +52,7 @@ class AppWorldFunctions(AppWorldEnvironment):
 
     @property
     def facts(self) -> str:  # type: ignore[override]
-        """Facts for the judge: how agents act, and the functions."""
+        """Facts for the judge: how agents act, and which functions they can call."""
         schemas = self._functions.values()
         told = [f"- Functions: {', '.join(self._functions)}"]
         if len(schemas) <= DESCRIBED:

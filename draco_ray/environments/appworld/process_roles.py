@@ -67,7 +67,7 @@ def cut_to_bytes(text: str, limit: int) -> str:
 
 
 def truncate(text: str, limit: int) -> str:
-    """``text``; if it is longer than ``limit`` bytes plus a mark, its beginning and the mark."""
+    """Cut a text that is longer than ``limit`` bytes plus the mark `_CUT`: keep ``limit`` bytes and append the mark."""
     mark = _CUT.format(limit=limit)
     allowed = limit + len(mark)
     if len(text) <= allowed // 4:  # no character takes more than four bytes
@@ -115,7 +115,7 @@ def preload_appworld(output_bytes: int) -> None:
         try:
             ast.parse(code)
         except SyntaxError:
-            pass  # AppWorld reports it
+            pass  # AppWorld reports a syntax error
         except (ValueError, RecursionError, MemoryError) as error:
             message = f"Execution failed. Traceback:\n{type(error).__name__}: {error or 'the code cannot be parsed'}"
             self.environment_io.append({"input": code, "output": message})
@@ -172,11 +172,13 @@ def send_saved_world(task_id: str, channel: Channel) -> None:
 
 
 def evaluate_saved_world(task_id: str, channel: Channel) -> None:
-    """Have AppWorld evaluate a saved world in a process that never ran its code.
+    """Have AppWorld evaluate a saved world. This process has never run model-written code.
 
-    The first answer is ``{"tests", "difficulty"}`` once everything except the world is loaded, or ``{"error"}`` if the
-    task or its ground truth cannot be loaded. The next order has the saved world by name (`saved_world.read_saved`) in
-    ``files``; its answer is ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has no report.
+    The host sends two orders. The first is empty. It is answered with ``{"tests", "difficulty"}`` as soon as the task
+    and its ground truth are loaded, or with ``{"error"}`` if they cannot be loaded.
+
+    The second order has the saved world in ``files``, as `saved_world.read_saved` returns it. It is answered with
+    AppWorld's report, ``{"verdict"}``, or with the reason why there is no report, ``{"unusable"}``.
     """
     from appworld import evaluator
     from appworld.apps import model_lib

@@ -37,10 +37,11 @@ class UnusableWorld(Exception):
 
 
 def read_saved(folder: str) -> dict[str, str]:
-    """Read a world from the folder in which AppWorld saved it and hostile code could write.
+    """Read a world from the folder in which AppWorld saved it. Hostile code could write in this folder, too.
 
-    Returns: name relative to ``folder`` -> content, e.g. ``dbs/<app>.jsonl``; only regular files.
-    Raises: UnusableWorld: a database is not a regular file, not text, or too large.
+    Returns: path relative to ``folder``, e.g. ``dbs/<app>.jsonl`` -> content of the file.
+    Raises: UnusableWorld: there is no folder of databases, or a database is not a regular file, not UTF-8, or too
+        large.
     """
     found: dict[str, str] = {}
     left = MAX_SAVED_BYTES

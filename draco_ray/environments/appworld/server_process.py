@@ -195,7 +195,7 @@ class ServerProcess(ForkClient):
         remove_tree(self._spec.directory)
 
     def _kill_tree(self) -> list[psutil.Process]:
-        # In a process namespace, killing the second process ends all others; elsewhere each must be killed.
+        # Kill every process. One kill would be enough only in a process namespace, which not every level has.
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.Error):

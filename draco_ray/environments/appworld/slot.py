@@ -1,7 +1,7 @@
-"""An environment slot: the client of a server in a jail that plays one task, which is also the task's world.
+"""An environment slot: the client of a server in a jail. The server plays one task; the slot is the task's `World`.
 
-slot ──control socket──► world server (has AppWorld loaded, runs no model code; a new one for every task)
-  └────socket──► its fork for the current task (AppWorld, model code)
+slot ──control socket──► world server (has loaded AppWorld, runs no model-written code; every task gets a new server)
+  └────socket──► the server's fork for the current task (runs AppWorld and model-written code)
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class AppWorldSlot:
             total_tests=int(verdict["num_tests"]),
             difficulty=verdict["difficulty"],
             failures=tuple(failure["requirement"] for failure in verdict["failures"]),
-            # ``dbs/<app>.jsonl`` and ``logs/...``; their statements have been checked.
+            # The evaluator has checked the SQL statements in ``dbs/<app>.jsonl`` before executing them.
             saved=dict(files),
         )
 
@@ -188,12 +188,13 @@ class AppWorldSlot:
     async def _ask(
         self, task_id: str, order: Mapping[str, Any], *, begin: str = "", cell: bool = False
     ) -> dict[str, Any]:
-        """Send a process an order and return its answer.
+        """Send an order to the process that the server has forked, and return its answer.
 
         Args:
-            begin: role of a new process that gets the order (`world_server.ROLES`). It has not read
-                anything that the policy's code wrote, so that code is not responsible if this process ends.
-            cell: whether the process runs the policy's code, which is then responsible for a hang too.
+            begin: role (`world_server.ROLES`) of a new process, which is forked first and then gets the order. It has
+                read nothing that model-written code wrote, so if it ends, `EnvironmentCrashed` is raised and
+                not `WorldBroken`, unless the server exceeded its limits. Empty: the current process gets the order.
+            cell: whether the order is a cell of model-written code; a timeout then raises `WorldBroken`, too.
         """
         config, server = self._config, self._server
         if server is None:
@@ -222,7 +223,7 @@ class AppWorldSlot:
 
 
 def _longest(config: EnvironmentConfig) -> int:
-    """Maximum bytes of the answer to a cell. JSON may need six bytes to encode one."""
+    """Maximum size in bytes of the answer to a cell. JSON may encode one byte of output as six bytes."""
     return 6 * config.max_output_bytes + (1 << 20)
 
 

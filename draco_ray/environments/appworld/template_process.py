@@ -134,7 +134,7 @@ class TemplateProcess:
         socket.send_fds(self._control, [slot_spec.encode()], [control.fileno(), stderr])
 
     def kill(self) -> None:
-        """End the template and, if there are process namespaces, all servers it forked."""
+        """End the template. If it runs in a process namespace, this also ends all servers that it forked."""
         self._control.close()
         self._process.kill()
         self._process.wait()

@@ -29,7 +29,8 @@ ROLES = {
 MOST_PROCESSES = 64
 """Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
-"""Maximum size of an answer with a saved world's files or its verdict. JSON may need six bytes to encode one."""
+"""Maximum size in bytes of an answer that contains a saved world or its verdict. JSON may encode one byte of a file as
+six bytes."""
 _PATIENCE_SECONDS = 1.0
 
 

@@ -64,8 +64,8 @@ JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environ
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
-"""Writable folders if the file system is built from mounts. The first is the home folder, and also ``/tmp`` unless a
-visible path is below ``/tmp``, such as the interpreter of a clone there."""
+"""Writable folders of a jail that is built from mounts. The first is the home folder. ``/tmp`` is a link to it, unless
+the jail needs a folder ``/tmp``: for an agent's program, or because a visible host file lies below ``/tmp``."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _TEST_LINKS = (("/tests", "/run/draco/tests"), ("/logs", "/scratch/logs"), ("/app", WORKSPACE))
@@ -244,7 +244,7 @@ def _in_namespaces(spec: JailSpec) -> int:
 
 
 def _mount_workspace(spec: JailSpec, root: str) -> None:
-    """Add the mounts of an agent's program, which tasks of tools or AppWorld do not have."""
+    """Set up what only the jail of an agent's program has: its workspace, its own ``/tmp``, links, and loopback."""
     if not spec.network:
         linux.start_loopback()
     for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):
@@ -343,7 +343,7 @@ def jail_env_vars(world: str, home: str, program: str) -> dict[str, str]:
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
         "PYTHONDONTWRITEBYTECODE": "1",
-        # Gives sets the same order in every slot.
+        # With a fixed hash seed, Python iterates over a set in the same order in every slot.
         "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
@@ -367,16 +367,16 @@ def spare_uids(uid_map: str) -> tuple[int, int] | None:
         if first <= _FIRST_SPARE_UID and first + count > _FIRST_SPARE_UID + _SPARE_UIDS:
             return _FIRST_SPARE_UID, _FIRST_SPARE_UID + _SPARE_UIDS - 1
         if count >= 1000:
-            # The upper half, because a container's own users are in the lower one.
+            # Take the upper half of the ids, because the container's own users have ids in the lower half.
             return first + count // 2, first + count - 1
     return None
 
 
 def landlock_readable(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
-    """Readable paths at the level landlock: the same as the other levels show by mounts.
+    """The paths that a process may read at the level ``landlock``: those that other levels make visible by mounts.
 
     Args:
-        tasks: paths relative to ``data/tasks``.
+        tasks: the readable paths in AppWorld's folder ``data/tasks``, relative to that folder.
     """
     shown = [source for source, _ in _visible(spec) if source != spec.data]
     if not spec.data:

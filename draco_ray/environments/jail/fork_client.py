@@ -75,7 +75,7 @@ class ForkClient:
                     if not part:
                         raise ConnectionError
                     if len(received) > most_bytes:
-                        raise EOFError(f"answered more than {most_bytes} bytes")
+                        raise EOFError(f"sent an answer of more than {most_bytes} bytes")
                     received += part
         except ConnectionError:
             raise EOFError("ended its process") from None

@@ -34,7 +34,7 @@ LONGEST_ORDER = 1 << 10
 
 
 class Channel:
-    """A process's end of its socket."""
+    """A forked process's end of its socket: receives the host's orders and answers them."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -52,7 +52,7 @@ class Channel:
         self._lines.flush()
 
     def close(self) -> None:
-        """Close this end."""
+        """Close the process's end of the socket."""
         self._lines.close()
         self.connection.close()
 
@@ -79,7 +79,7 @@ class ForkServer(ABC):
         caretaker = linux.children_of(os.getpid())
         while True:
             order, descriptors, _, _ = socket.recv_fds(self._control, LONGEST_ORDER, 1)
-            # A host that has closed its end wants the process killed at once.
+            # No order: the host has closed the control socket, and the process must be killed at once.
             ended = self._end(child, caretaker, self._patience_seconds if order else 0.0)
             if not order:
                 return

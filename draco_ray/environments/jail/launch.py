@@ -39,7 +39,10 @@ class IsolationLevels:
 
     @contextlib.contextmanager
     def trying(self, level: str) -> Iterator[None]:
-        """Record why the block found ``level`` unavailable; otherwise ``auto`` uses the level for later programs."""
+        """Suppress a `LevelUnavailable` that the block raises, and record its reason.
+
+        If the block succeeds, ``auto`` uses ``level`` for later programs, too.
+        """
         try:
             yield
         except LevelUnavailable as error:

@@ -182,7 +182,7 @@ def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
             while True:
                 ended.update([os.waitpid(-1, 0)])
         return ended
-    # In any other process, orphans become children of this process, which kills them generation by generation.
+    # The children of a killed child become children of this process (`adopt_orphans`), and are killed in the next pass.
     while children := children_of(os.getpid()).difference(spare):
         for child in children:
             os.kill(child, signal.SIGKILL)  # the child's id is not reused before waitpid

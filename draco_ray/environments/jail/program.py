@@ -51,7 +51,7 @@ class ProgramLaunch:
     cpu_seconds: int
     """CPU time limit of one process."""
     contained: bool = False
-    """Whether this is a container of the user's engine, which then provides the isolation."""
+    """Whether the program runs in a container (``agent.container``), which isolates it, instead of a jail."""
     network: bool = False
     """Whether the container may have a network."""
 

@@ -134,8 +134,8 @@ _REMOVAL: dict[str, tuple[int | None, int | None]] = {
     "renameat": (264, 38),
     "renameat2": (316, 276),
 }
-"""System calls that are refused too if written files must be countable. AppWorld overwrites its files and does not need
-to remove them."""
+"""System calls that remove or rename files. They are refused, too, if the host limits a task's files by counting them,
+so that no file escapes the count. AppWorld does not need these calls, because it overwrites its files."""
 _MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
 """System calls that are reported as missing, because a filter cannot read their flags in memory; the C library falls
 back to older calls."""
@@ -146,10 +146,11 @@ _ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
     # ioctl also sets owners (FIOSETOWN, SIOCSPGRP), file attributes and devices. Allowed: non-blocking, close-on-exec,
     # the number of readable bytes, and whether a file is a terminal.
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    # Thread names and queries are allowed; options to survive the server or to become inspectable are not.
+    # Allowed: thread names and queries. Refused, for example: outliving the server, and becoming traceable.
     "prctl": ((157, 167), 0, (3, 15, 16, 21, 23, 39)),
 }
-"""Call -> its numbers, the index of the decisive argument, and its allowed values."""
+"""System calls that are allowed only with certain values of one argument: name -> (the call's numbers, index of the
+argument, allowed values)."""
 
 _OPEN = (((2, None), 1), ((257, 56), 2))
 """open and openat, and the index of their flags."""

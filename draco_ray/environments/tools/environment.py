@@ -279,7 +279,7 @@ class ToolWorld:
         await asyncio.gather(*(session.stop() for session in self._sessions))
 
     async def evaluate(self) -> WorldVerdict:
-        """The verdict of ``evaluate``. Raises: see `World`."""
+        """Evaluate the task with the function ``evaluate`` of a tools file. Raises: see `World.evaluate`."""
         environment, task_id = self._environment, self.task.task_id
         if not environment.ground_truth or "evaluate" not in self._process.hooks:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluate()")

@@ -50,9 +50,10 @@ class Functions:
     _runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def run(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-        """Call a function; coroutine functions run in one event loop per task.
+        """Call a function and return its result.
 
-        So a client that a tool stores works throughout the task, although its connections belong to one loop.
+        All coroutines of a task run in the same event loop, until one is interrupted and a new loop replaces it.
+        Connections belong to an event loop, so a tool can store a client and use its connections in later calls.
         """
         returned = function(*given, **named)
         if inspect.isasyncgen(returned):
@@ -258,7 +259,7 @@ def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(*HOOKS[hook])
     except TypeError:
-        # Without state, evaluate(task) would read its own process's module variables; the tools run in another process.
+        # evaluate() runs in another process than the tools, so it needs their end state as a parameter.
         raise UnusableTools(
             f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); state is the result of end_state()"
         ) from None

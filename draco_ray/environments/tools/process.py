@@ -45,7 +45,7 @@ CPU_CALLS = 60
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
 """Host folders that commands can read, because they contain the programs that a command may start."""
 _STATUS_SHARE = 0.05
-"""Share of a call's time limit for asking how its process ended."""
+"""Time limit for asking the server how a call's process ended, as a fraction of the call's own time limit."""
 _FAREWELL_SECONDS = 5.0
 
 
@@ -223,7 +223,7 @@ class FunctionProcess(ToolProcess):
         return started
 
     async def end(self) -> int | None:
-        """See `ToolProcess`; a process that had already ended is irregular."""
+        """See `ToolProcess`. If the process had already ended by itself, this server starts no other task."""
         status = await super().end()
         self.irregular |= status is not None
         return status

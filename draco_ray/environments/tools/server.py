@@ -81,7 +81,7 @@ class ToolServer(ForkServer):
         self._uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
 
     def begin(self, order: str, channel: Channel) -> None:
-        """Run the command, or answer orders with the tools."""
+        """Run the MCP server's command if there is one; otherwise answer the host's orders with the tools."""
         if self._setup.command:
             self._run_command(channel)
         self._confine()
@@ -89,14 +89,15 @@ class ToolServer(ForkServer):
         while (asked := channel.receive()) is not None:
             answer = self._answer(asked)
             if os.getpid() != own:
-                # A process forked by a tool returned here; the original process answers the call.
+                # The tool has forked, and this is the forked process. Only the original process answers the call.
                 return
             channel.answer(answer)
 
     def _run_command(self, channel: Channel) -> NoReturn:
-        """Run the command in this process, which ends with it.
+        """Run the command in this process, and end the process when the command ends.
 
-        A Python script is not executed anew: importing the package ``mcp`` takes seconds, and was done before the fork.
+        A Python script runs in the interpreter of this process. A new one would spend seconds on importing the package
+        ``mcp``, which was imported here before the fork.
         """
         for standard in (0, 1):
             os.dup2(channel.connection.fileno(), standard)

@@ -89,7 +89,7 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
         return str(text).rstrip()
 
-    # A hybrid model thinks unless its template closes the reasoning, as it does when thinking is disabled.
+    # The template of a hybrid model closes the reasoning only if thinking is disabled; by default the model thinks.
     hybrid = turn(enable_thinking=False).endswith(THINK_END) and not turn().endswith(THINK_END)
     thinks = hybrid or turn().endswith(THINK_BEGIN)
     return ["--reasoning-parser", "deepseek_r1"] if thinks else []

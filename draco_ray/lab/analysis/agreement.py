@@ -1,26 +1,27 @@
-"""Whether two graders agree beyond chance: rates with their own denominators, chance-corrected coefficients, intervals.
+"""How far two graders agree beyond chance: rates, chance-corrected coefficients, and the intervals of both.
 
-The reference is the judge whose verdicts a run used. If the other grader did not answer a criterion, its rating is
-`UNANSWERED`: a disagreement in ``agreement`` and in the rates whose denominator is the reference's verdicts
-(``balanced_accuracy``, ``false_pass``, ``false_fail``). Chance, kappa, alpha and AC1 leave it out, as they compare
-answers.
+One grader is the reference, such as the judge whose verdicts a run used. A judgment is one criterion of one rollout. If
+the other grader gave no verdict on it, the other grader's rating is `UNANSWERED`. Such a judgment is a disagreement in
+``agreement`` and ``balanced_accuracy``. It is in the denominators of ``false_pass`` and ``false_fail``, but is itself
+neither. ``chance`` and the coefficients leave such judgments out, since they compare verdicts.
 
 ================== =====================================================================================================
-measure            of the judgments
+measure            meaning
 ================== =====================================================================================================
-judgments          their number
-passes             those that the reference passes: the denominator of ``false_fail``
-fails              those that the reference fails: the denominator of ``false_pass``
-unanswered         share that the other grader left without a verdict
-agreement          share with equal verdicts, N/A included
-chance             agreement that two independent graders with these margins would reach
-kappa              Cohen's coefficient over pass, fail and N/A
-alpha              Krippendorff's coefficient, nominal
+judgments          number of judgments
+passes             number of judgments that the reference passes: the denominator of ``false_fail``
+fails              number of judgments that the reference fails: the denominator of ``false_pass``
+unanswered         share of judgments on which the other grader gave no verdict
+agreement          share of judgments with equal verdicts; "not applicable" is a verdict, too
+chance             agreement expected if each grader gave verdicts at random, with the frequencies of its own verdicts
+kappa              Cohen's coefficient over the verdicts pass, fail and "not applicable"
+alpha              Krippendorff's coefficient for nominal data
 ac1                Gwet's coefficient, which does not collapse if nearly all verdicts are equal; its number of
                    categories is the number of distinct verdicts that either grader gives, at least two
-balanced_accuracy  mean recall: for each verdict the reference gives, the share that the other grader repeats
-false_pass         of those the reference fails, the share the other passes
-false_fail         of those the reference passes, the share the other fails
+balanced_accuracy  mean of up to three shares: of the judgments that the reference passes, fails or calls "not
+                   applicable", the share with the same verdict by the other grader
+false_pass         share of the judgments failed by the reference that the other grader passes
+false_fail         share of the judgments passed by the reference that the other grader fails
 ================== =====================================================================================================
 """
 
@@ -80,11 +81,12 @@ def agreement(counts: IntArray) -> dict[str, Any]:
 
 
 def agreement_intervals(clusters: Sequence[IntArray]) -> dict[str, tuple[float, float]]:
-    """Intervals of every rate of `agreement`, by jackknife over clusters as in `clustered_interval`.
+    """95 % intervals of the `RATES`, computed like `clustered_interval`: by a jackknife over clusters.
 
     Args:
         clusters: one `contingency` per cluster.
-    Returns: (low, high) by name in `RATES`; infinite if fewer than two clusters have judgments in its denominator.
+    Returns: the limits (low, high) of each rate, by name. They are infinite if fewer than two clusters have judgments
+        in the denominator of the rate.
 
     Raises:
         ValueError: there are no clusters.
@@ -162,7 +164,10 @@ def _categories(counts: IntArray) -> int:
 
 
 def _measures(counts: IntArray, categories: int) -> dict[str, Any]:
-    """`agreement` of one table, or of each of several (shape (C, 3, 4)) with the same ``categories`` of AC1."""
+    """The measures of one `contingency` table, or of each table in a stack of shape (C, 3, 4).
+
+    ``categories``: number of categories in AC1, the same for all tables.
+    """
     asked, table = counts.sum(axis=-1), counts[..., :-1]
     mine, theirs = table.sum(axis=-1), table.sum(axis=-2)
     total, answered = asked.sum(axis=-1), mine.sum(axis=-1)

@@ -72,15 +72,15 @@ def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoi
 async def open_checkpoints(
     config: DracoConfig, run: RunDirectory, steps: Sequence[int]
 ) -> AsyncIterator[CheckpointJudge]:
-    """Serve the checkpoints that acted in these steps, on this machine.
+    """Serve, on this machine, the checkpoints that were the policy in the given training steps.
 
     Args:
-        config: the run's; used are model, ``engine``, and in ``judge`` temperature, ``max_tokens`` and ``self_judge``.
+        config: the run's configuration, with the model, the engine and the self-judge's settings.
         run: the run with the checkpoints.
         steps: training steps whose prompts will be sent.
 
     Raises:
-        ConfigError: a checkpoint is missing.
+        ConfigError: a checkpoint was not kept.
         DamagedRun: a checkpoint is damaged.
         EngineError: the model cannot be loaded.
     """

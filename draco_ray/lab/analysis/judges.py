@@ -40,7 +40,7 @@ class RuleCompleter:
         """Do nothing: no answer is kept."""
 
     async def check(self) -> None:
-        """Do nothing: it always answers."""
+        """Do nothing: the rule judge runs in this process and always answers."""
 
 
 def configured_rules(config: JudgeConfig, seed: int) -> RuleCompleter:

@@ -74,13 +74,14 @@ def citations(labels: Sequence[Label]) -> Citations | None:
 
 
 def labelled_reliability(labels: Sequence[Label]) -> float | None:
-    """Recommended `algorithm.reliability` (`citation_reliability`); None if no label has its rollout's number of steps.
+    """The `algorithm.reliability` that people's labels of citations recommend (`citation_reliability`).
 
-    If a person marks a citation wrong without naming the right steps, as many other steps are assumed to be right.
+    If a person marks a citation wrong without naming the right steps, as many steps outside the citation are assumed to
+    be right. None if no label is of a citation whose steps and number of steps of the rollout are known.
     """
     return citation_reliability(
         [
-            # The assumed steps are negative numbers, which no citation contains.
+            # Negative numbers stand for the steps assumed to be right, since no citation contains them.
             Cited(each.cited, _right(each, otherwise=[-step for step in each.cited]), each.rollout_steps, each.group)
             for each in labels
             if each.citation is not None and each.cited and each.rollout_steps

@@ -66,7 +66,7 @@ class Pairing(Question[Pairs]):
         return {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
 
     def settled(self) -> Pairs | None:
-        """An empty tuple of pairs if a list is empty; None if the model has to be called."""
+        """An empty tuple if one of the lists is empty, since nothing can be paired; None if the model must be asked."""
         return None if self.one and self.other else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Pairs]:
@@ -87,7 +87,7 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
     for side, count in (("first", first), ("second", second)):
         indices = [int(getattr(entry, side)) for entry in entries]
         if beyond := [index for index in indices if not 0 <= index < count]:
-            raise ReplyError(f"{side} {beyond[0]} does not exist; that list is numbered 0 to {count - 1}")
+            raise ReplyError(f"the {side} list has no rubric_index {beyond[0]}; its indices are 0 to {count - 1}")
         if twice := sorted({index for index in indices if indices.count(index) > 1}):
             raise ReplyError(f"{side} {twice[0]} stands in two pairs; a criterion has one partner at most")
     return tuple(sorted((entry.first, entry.second) for entry in entries))
@@ -101,5 +101,5 @@ def make_pairing_judge(complete: Completer, config: JudgeConfig) -> Judge:
     """
     prompts = prompts_of(config)
     templates = {**prompts.templates, Pairing.name: project_file(PROMPT).read_text(encoding="utf-8")}
-    # Use one vote, as in the paper's comparison; a scorer with several votes would be a different one.
+    # One scoring call, as in the paper's comparison, whatever judge.score_votes is: more votes are a stricter rule.
     return Judge(complete, replace(prompts, templates=templates), config.model_copy(update={"score_votes": 1}))

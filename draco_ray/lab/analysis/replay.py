@@ -98,7 +98,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
                 continue
             made = steps_of.get((task_id, rollout), 0)
             rubric = tuple(criteria[task_id, index] for index, _ in answers)
-            # A strong judge is asked about some of the criteria only: prefer prompts with all of them.
+            # `judge.strong` is asked only about disputed criteria: prefer a prompt that lists all criteria.
             whole = render.rubrics(rubric) if phase == Score.name else ""
             prompt = first_prompt([call for call in asked if whole in call["prompt"]] or asked)
             if not prompt:
@@ -135,9 +135,10 @@ def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row
 
 
 def first_prompt(calls: Sequence[Row]) -> str:
-    """The first prompt of the call whose answer was used: the shortest prompt that is a prefix of that call's.
+    """The prompt of the answered call as it was first sent, without the text that re-asks append.
 
-    Empty if no call was answered: the recorded result then needed none, and these calls are of an earlier attempt.
+    This is the shortest prompt in ``calls`` with which the answered call's prompt begins. Empty if no call was
+    answered: the run's result then needed no call, and ``calls`` are from an earlier attempt.
     """
     used = next((str(call["prompt"]) for call in calls if call["error"] is None), "")
     return min((prompt for call in calls if used.startswith(prompt := str(call["prompt"]))), key=len, default="")
@@ -187,9 +188,10 @@ def agreement_table(replayed: pa.Table) -> Iterator[Row]:
 
 
 def repeated_reliability(replayed: pa.Table) -> float | None:
-    """`citation_reliability` of the run's citations if the other judge's were right; None if no step is cited.
+    """Reliability of the run's citations (`citation_reliability`), with the other judge's citations taken as right.
 
-    If the other judge is the run's own, it is an upper limit: a repeated mistake counts as right.
+    None if the run cites no step in any credit call that the other judge answered. If the run's own judge was asked
+    again, the result is an upper limit: a mistake that this judge repeats counts as right.
     """
     return citation_reliability(
         [

@@ -1,19 +1,19 @@
 """Judge agreement on writing and merging criteria (appendix "Self-judge", "Generation" and "Union").
 
-Two authors write different checks for the same task, so there is no right answer to match. Archived prompts of the
-phases that write (stage1, stage2) and merge (union) criteria are sent verbatim to another judge, one call each. A third
-model pairs its criteria one to one with those that the run used:
+Two judges write different criteria for the same task, and none of them is the right answer. So their overlap is
+measured. Archived prompts that ask for criteria (phases stage1 and stage2) or for merged criteria (union) are sent
+verbatim to another judge, once each. A third model pairs the other judge's criteria one to one with the run's:
 
-recall      of the run's criteria, the share that the other judge also wrote
-precision   of the other judge's criteria, the share that the run also has
+recall      share of the run's criteria that have a partner
+precision   share of the other judge's criteria that have a partner
 
-Both are over all criteria of all calls. The **ceiling** is the overlap of the run's own judge with itself: for two
-rollouts of one group (stage2) or for one task at two training steps (union, which is called once per task and step).
-An unusable reply counts as an empty list of criteria, which lowers recall. Comparisons for which the third model gives
-no usable reply are left out and counted.
+Both shares are over the criteria of all calls. The **ceiling** is the overlap of the run's own judge with itself: for
+two rollouts of one group (stage2), or for one task at two training steps (union, which is called once per task and
+step). If the other judge's reply cannot be used, it counts as an empty list of criteria, which lowers recall.
+Comparisons for which the third model gives no usable reply are left out and counted.
 
-For merged sets, the third model also scores the group's rollouts on both sets: the discriminative share is the share of
-criteria that at least one rollout fails, so that dropout keeps them.
+In the union phase, the third model also scores the group's rollouts against both sets of merged criteria. The
+discriminative share of a set is the share of its criteria that at least one rollout fails; dropout keeps exactly these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CEILING = "ceiling"
 """Value of the column ``judge`` in rows that compare the run's own judge with itself."""
 
 _SIDES = ("reference_", "")
-"""Prefixes of the columns about the run's criteria and about the other judge's."""
+"""Prefixes of column names: ``reference_`` for the run's criteria, none for the other judge's criteria."""
 _PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
 """Measure -> the column with the criteria in its denominator."""
 _SHARED = ("discriminative", "differing")
@@ -121,7 +121,7 @@ async def compare_writing(
     config: JudgeConfig,
     third: Judge,
 ) -> pa.Table:
-    """Send every archived prompt to another judge, let the third model pair the criteria; one row per comparison.
+    """Send every archived prompt to another judge, and let a third model pair that judge's criteria with the run's.
 
     Args:
         run: the run with the archive.
@@ -131,9 +131,9 @@ async def compare_writing(
         config: configuration of the run's own judge, for its limits on the number of criteria.
         third: the model that pairs and scores (`third_model`).
 
-    Returns: `COMPARISONS`, the ceiling's included.
+    Returns: a row per comparison (`COMPARISONS`), including comparisons of the run's own judge with itself.
     Raises:
-        JudgeUnavailable: the judge or the third model answers no call at all.
+        JudgeUnavailable: the other judge or the third model answers no call at all.
     """
     merging = {call.training_step for call in calls if call.phase == Union.name}
     played = {step: step_trajectories(run, step) for step in merging}
@@ -172,11 +172,15 @@ async def compare_writing(
 def overlap_table(comparisons: pa.Table) -> Iterator[Row]:
     """Overlap by judge and phase: a row over all steps (null ``training_step``) with intervals, then a row per step.
 
-    ``comparisons`` is their number; ``unanswered`` is the share for which the judge gave no usable reply,
-    ``unpaired`` the share without a pairing, which is left out of recall and precision. ``reference_criteria`` and
-    ``criteria`` are mean numbers per usable reply. ``discriminative`` is the share of merged criteria that some rollout
-    of the group fails, ``differing`` the share on which the rollouts' verdicts differ. Intervals are 95 % intervals
-    over groups.
+    - ``comparisons``: number of comparisons;
+    - ``unanswered``: share of comparisons for which the other judge gave no usable reply;
+    - ``unpaired``: share of comparisons for which the third model gave no usable pairing; they are left out of recall
+      and precision;
+    - ``criteria``: mean number of criteria per reply of the other judge, over replies that were usable and paired;
+    - ``discriminative``: share of merged criteria that at least one rollout of the group fails;
+    - ``differing``: share of merged criteria on which the verdicts on the group's rollouts differ.
+
+    Columns with the prefix ``reference_`` are about the run's criteria. Intervals are 95 % intervals over groups.
     """
     for (name, judge, phase), found in sorted(grouped(comparisons.to_pylist(), "run", "judge", "phase").items()):
         about = {"run": name, "judge": judge, "phase": phase}
@@ -198,9 +202,12 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 def _ceilings(
     run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig
 ) -> Iterator[tuple[WritingCall, str, Rubric]]:
-    """Comparisons of the run's own judge with itself: a call, and another call's rollout or step and criteria.
+    """Pairs of calls on which the run's own judge is compared with itself.
 
-    The stage-2 calls of a group's first two rollouts are compared, and a task's union with the task's next union.
+    In stage2, the calls for a group's first two rollouts are a pair; in union, a task's call and the call at the next
+    training step with this task.
+
+    Returns: for each pair, the first call, the second call's rollout or step in words, and the second call's criteria.
     """
     written = [call for call in calls if call.phase == Stage2.name]
     for first, *others in group_by(written, lambda call: (call.training_step, call.task_id)).values():
@@ -216,7 +223,7 @@ def _ceilings(
 
 
 async def _paired(call: WritingCall, other: Rubric, third: Judge) -> Row:
-    """The criteria of a call and of another author, paired by the third model."""
+    """Let the third model pair a call's criteria with ``other``; returns these columns of a row of `COMPARISONS`."""
     pairing = await third.ask(Pairing(call.reference, other), CallContext(group="", task_id=call.task_id))
     pairs = pairing.value or ()
     return {

@@ -18,7 +18,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 
 GENERAL_FROM = 10
-"""Number of tasks a criterion must be written for to count as task-general, as in the paper."""
+"""A criterion counts as general if it was written for at least this number of tasks, as in the paper."""
 
 
 Tally = Counter[int]

@@ -61,13 +61,14 @@ def replay_rules(
     rules: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
 ) -> Iterator[Row]:
-    """One row per training step and rule, compared with what the run recorded.
+    """One row per training step and rule: the rule's results, and how they differ from the recorded ones.
 
-    ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A. ``sign_flips`` is the share of
-    rollouts whose A changes between negative, zero and positive. ``push_moved`` is the share of a trajectory's push,
-    |a_j| n_j, that moves to other steps than recorded (0 none, 1 all), averaged over rollouts with a push in both.
+    - ``reward_shift``, ``advantage_shift``: mean absolute difference of the reward R and of the advantage A;
+    - ``sign_flips``: share of rollouts whose advantage has another sign (negative, zero or positive) than recorded;
+    - ``push_moved``: mean of `moved_push` over the rollouts for which it is defined.
 
-    ``rules`` None: all built-in rules; draco_calibrated only if the run sets ``algorithm.reliability``.
+    If ``rules`` is None, all built-in rules are applied; draco_calibrated only if the run sets
+    ``algorithm.reliability``.
     """
     std_epsilon, reliability = run.setting("algorithm.std_epsilon"), run.setting("algorithm.reliability")
     if rules is None:
@@ -79,7 +80,10 @@ def replay_rules(
 
 
 def moved_push(before_M: ArrayLike, after_M: ArrayLike, tokens_M: ArrayLike) -> float | None:
-    """The share of a trajectory's push that moves to other steps, 0 .. 1; None if either push is zero.
+    """How differently two rules distribute credit over a trajectory's steps: 0 (the same shares) .. 1 (disjoint steps).
+
+    A step's push is |a_j| n_j: the size of its advantage times its number of tokens. The result is the share of the
+    trajectory's total push that would have to move between steps; None if either rule's total push is zero.
 
     >>> moved_push([1.0, 0.0], [0.0, 1.0], [2, 2])
     1.0

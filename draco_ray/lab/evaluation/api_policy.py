@@ -1,7 +1,8 @@
-"""An API model as policy: episodes in chat messages, with the endpoint's token counts; its limits and its budget.
+"""An API model as policy: episodes are chat messages, and their lengths are the endpoint's token counts.
 
-A spent budget may stop an evaluation during rollouts, whose cost is then in no result. So the dollars of every settled
-request are stored, and a repeated command starts from that sum.
+Rate limits and a budget in dollars can be set. If the budget is spent, the evaluation stops, and the cost of unfinished
+rollouts is in no result. So the dollars spent are stored after every request (`BOOK`), and the same command continues
+from that sum when it is repeated.
 """
 
 from __future__ import annotations

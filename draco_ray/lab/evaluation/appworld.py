@@ -70,13 +70,16 @@ class AppWorldOutputs:
 
 
 async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[tuple[str, Evaluation, Evaluation]]:
-    """Evaluate the saved world of every rollout, `environment.slots` at a time but at most one per CPU.
+    """Evaluate the saved world of every rollout again.
+
+    At most `environment.slots` worlds are evaluated at the same time, and at most one per CPU.
 
     Args:
-        config: ``data.root`` and ``environment.*`` are used; no settings are read from the directory.
-    Returns: measurement, recorded evaluation, and the evaluation now.
+        directory: the evaluation; no configuration is read from it.
+        config: only ``data.root`` and ``environment.*`` are used.
+    Returns: for each rollout, its measurement, the recorded evaluation and the new one.
     Raises:
-        ConfigError: ``data.root`` contains another world than the evaluated one, or the directory cannot be used.
+        ConfigError: the tasks in ``data.root`` are not those of the evaluation, or the directory cannot be used.
         WorldError: the world or AppWorld's Python cannot be used.
         EnvironmentCrashed: an evaluation process was killed.
     """
@@ -88,7 +91,7 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
         for index in range(count)
     ]
     if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
-        raise ConfigError(f"data.root={root}: {directory.path} was evaluated in another world; set data.root=DIR")
+        raise ConfigError(f"data.root={root}: not the tasks of {directory.path}; set data.root to the tasks' folder")
     free: asyncio.Queue[AppWorldSlot] = asyncio.Queue()
     for slot in slots:
         free.put_nowait(slot)

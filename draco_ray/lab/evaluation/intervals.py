@@ -139,12 +139,17 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
 
 
 def mean_interval(measured: ClusteredMean) -> Interval:
-    """Student's interval of a mean without bounds; infinite for one cluster, or if all clusters are equal."""
+    """Student's t interval of a mean of unbounded values, such as turns.
+
+    The limits are infinite if there is only one cluster or if the variance of the mean is zero.
+    """
     return _student(measured.mean, measured.variance, measured.degrees)
 
 
 def mean_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
-    """Student's interval of a paired difference of means without bounds.
+    """Student's t interval of the difference of two means of unbounded values, paired by cluster.
+
+    The limits are infinite if there is only one cluster or if the variance of the difference is zero.
 
     Raises:
         ValueError: the two means are not over the same clusters.

@@ -63,7 +63,7 @@ def pass_at_k(successes: int, runs: int, k: int) -> float:
 
 def _check(successes: int, runs: int, k: int) -> None:
     if not 0 <= successes <= runs:
-        raise ValueError(f"{successes} successes in {runs} runs")
+        raise ValueError(f"the number of successes is {successes}, but must be from 0 to the number of runs, {runs}")
     if not 1 <= k <= runs:
         raise ValueError(f"k = {k} trials cannot be drawn from {runs} runs")
 
@@ -118,7 +118,7 @@ class Measure:
     failed: tuple[Mapping[str, float], ...]
     """For each training seed, the value of each task (or scenario), lost rollouts counted as failures."""
     solved: tuple[Mapping[str, float], ...]
-    """The values with lost rollouts counted as successes."""
+    """The same values as in ``failed``, but with lost rollouts counted as successes."""
     cluster: Callable[[str], str]
     """Task -> its cluster; tasks of one scenario form a cluster."""
     trials: float
@@ -231,13 +231,14 @@ def differences(one: Mapping[str, Measure], other: Mapping[str, Measure]) -> dic
 
 
 def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
-    """``one`` minus ``other``, paired by task: the interval, and the two-sided p-value for no difference.
+    """The difference ``one`` - ``other``, paired by task.
 
-    Both are valid for any outcome of the lost rollouts. The p-value is the permutation test's over scenarios; with
-    several training seeds, it is the larger of this and that of Student's test over scenarios and seeds.
-
+    Returns: the 95 % interval of the difference, and the two-sided p-value of the test that it is 0. Both are valid
+        whatever the outcome of the lost rollouts would have been. The p-value is that of a permutation test over
+        scenarios. With several training seeds, Student's test over scenarios and seeds is made, too, and the larger
+        of the two p-values is returned.
     Raises:
-        ValueError: the two measures cover different tasks.
+        ValueError: two rates cover different tasks, or two means of turns have no task in common.
     """
     if not one.rate:
         common = [task for task in one.failed[0] if task in other.failed[0]]
@@ -259,10 +260,16 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
 def permutation_p_value(
     differences: Mapping[str, float], cluster: Callable[[str], str], *, permutations: int = PERMUTATIONS
 ) -> float:
-    """Two-sided p-value of a mean paired difference under sign changes of whole clusters.
+    """Two-sided p-value of the test that paired differences have mean 0. It changes the signs of whole clusters.
 
-    Exact if there are at most ``permutations`` sign assignments; otherwise from random ones, including the observed
-    one, so that it is never 0.
+    If there are at most ``permutations`` ways to assign signs to the clusters, all of them are tried and the p-value is
+    exact. Otherwise ``permutations`` of them are drawn at random. The observed signs are counted as one more, so the
+    p-value is never 0.
+
+    Args:
+        differences: task (or scenario) -> difference.
+        cluster: task -> its cluster.
+        permutations: maximum number of sign assignments to try.
 
     Raises:
         ValueError: there are no differences.
@@ -319,6 +326,6 @@ def _as_solved(evaluation: Evaluation) -> Evaluation:
 
 
 def _of_tasks(seeds: Sequence[Mapping[str, float]], tasks: Sequence[str], cluster: Callable[[str], str]) -> Measure:
-    """A measure of turns on these tasks."""
+    """The measure of turns over ``tasks`` only; ``seeds``: for each training seed, the mean turns by task."""
     values = tuple({task: seed[task] for task in tasks} for seed in seeds)
     return Measure(failed=values, solved=values, cluster=cluster, trials=len(tasks), rate=False)

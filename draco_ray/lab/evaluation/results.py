@@ -85,7 +85,8 @@ class EvaluationPlan(BaseModel):
     label: OneLine
     """The setting's name in tables."""
     policy: OneLine
-    """The name that the user gave; a folder may be renamed, since ``settings`` has fingerprints of the weights."""
+    """The policy's name or folder, as the user gave it. The folder may be renamed before the evaluation is continued:
+    policies are compared by the fingerprints of their weights in ``settings``."""
     runs: Several
     measurements: Annotated[tuple[FileName, ...], Field(min_length=1)]
     """Checkpoints (``step00090``), or one name for a policy without checkpoints."""

@@ -62,7 +62,7 @@ class SplitResult:
     rollouts: int
     """Number of planned rollouts, including lost ones."""
     lost: int
-    """Number of rollouts whose every attempt crashed. They count as failures; intervals cover either outcome."""
+    """Number of lost rollouts: every attempt crashed. They count as failures; intervals also allow for success."""
     seeds: int = 1
     """Number of training seeds."""
     role_dollars: Mapping[str, float | None] | None = None
@@ -190,7 +190,10 @@ def _rate(
 
 
 def _turns(plan: EvaluationPlan, seeds: Seeds) -> Cell | None:
-    """Mean turns of the rollouts that have any, with an interval as wide as that of the mean over tasks."""
+    """Mean turns over all rollouts with at least one turn; None if there is no such rollout.
+
+    The interval is symmetric about this mean, and as wide as the interval of the mean over tasks (`measures.turns`).
+    """
     if not (played := measures.turns_played(seeds)):
         return None
     std = _std(seeds, plan.runs, lambda part, _: fmean(found) if (found := measures.turns_played(part)) else None)

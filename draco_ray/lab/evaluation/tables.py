@@ -43,7 +43,10 @@ _PAIRED = "a comparison needs the same tasks in both settings"
 
 
 def split_title(plan: EvaluationPlan) -> str:
-    """Title of a benchmark's split in tables, the same for a part of its tasks and for a generated world."""
+    """The title that tables give to the split of a plan.
+
+    It does not depend on whether the plan has only a part of the split's tasks, or tasks of a generated world.
+    """
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 
@@ -110,7 +113,10 @@ def group_seeds(
 
 
 def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
-    """Reject evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
+    """Check that two evaluations with one label and split are different training seeds of one setting.
+
+    Raises: ConfigError: they have the same weights, or differ in tasks, runs, checkpoints or limits.
+    """
     if one.plan.weights == other.plan.weights:
         raise ConfigError(
             f"{one.path}: {label} on {title} is already in {other.path}, with the same weights; expected one "
@@ -124,8 +130,8 @@ def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evalua
     ):
         if mine != theirs:
             raise ConfigError(
-                f"{one.path}: {label} on {title} is also in {other.path}, with other {name}; expected the same for "
-                "all training seeds of a setting; choose another label with LABEL=DIR"
+                f"{one.path}: {label} on {title} was also evaluated in {other.path}, with other {name}; training "
+                "seeds of one setting must not differ in this; choose another label with LABEL=DIR"
             )
 
 
@@ -538,7 +544,7 @@ def _seeds(settings: Settings) -> str:
 
 
 def _lost(settings: Settings) -> Iterator[str]:
-    """Lost rollouts of each row, and the range of its first rate over all outcomes of the lost rollouts."""
+    """A note for each row and split with lost rollouts: their number, and one rate if they all fail or all succeed."""
     for label, splits in settings.items():
         for split, result in splits.items():
             if result.lost:

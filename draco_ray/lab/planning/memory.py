@@ -37,12 +37,12 @@ class MemoryItem:
     name: str
     bytes: int
     keys: str
-    """Configuration keys that change its number of bytes."""
+    """Names of the configuration keys on which ``bytes`` depends, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of one learner worker: items that are always resident, and the further ones at three moments."""
+    """Memory of one learner worker: items that are always there, and items added at each of three moments."""
 
     resident: tuple[MemoryItem, ...]
     forward: tuple[MemoryItem, ...]
@@ -312,7 +312,7 @@ def saved_activation_bytes(shape: ModelShape, layer: LayerShape, width: int, ran
 
 def _experts_bytes(experts: ExpertsShape, width: int) -> int:
     """Bytes per token that a mixture of experts keeps: for router, routed experts and shared expert."""
-    # Gate and up projection and the gate's activation; also the output, since its weight has a gradient.
+    # Gate and up projection and the gate's activation; output and routing weight, which are multiplied.
     routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
     # Indices from tokens to experts and back, in int64; the router's probabilities.
     places = 4 * 8 * experts.active + FLOAT32 * experts.number
@@ -422,7 +422,7 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     if shape.query_norm:
         kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
     if shape.gated:
-        # The gate, the output it multiplies, and the gate's half of the query projection, which the query norm keeps.
+        # The gate, the output that it multiplies, and the gate again: a part of the tensor that the query norm keeps.
         kept += 3 * width * queries
     return kept
 
@@ -433,7 +433,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     convolution = 2 * width * delta.channels
     # Float32 buffers: four each of queries and keys, three of values, five products within a chunk, the chunk's state.
     rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
-    # In float32 no cast makes a contiguous copy, so four matrix products make their own.
+    # A float32 model needs no cast, which would make contiguous copies: four matrix products copy an input each.
     rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
     gates = (8 * FLOAT32 + width) * heads
     gated_norm = (3 * FLOAT32 + width) * values

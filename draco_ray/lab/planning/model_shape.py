@@ -67,7 +67,7 @@ class LinearShape:
     inputs: int
     outputs: int
     reads: str
-    """Module whose input the layer reads: its parent, or itself."""
+    """Name of the module whose input this layer reads: the parent module, or this layer if its input is its own."""
     row_parallel: bool
     """Whether tensor parallelism splits its inputs; otherwise its outputs."""
 
@@ -311,10 +311,12 @@ def _decoder_layers(model: Any) -> tuple[str, Any]:
 
 
 def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]:
-    """The linear layers below a module, without experts and router.
+    """The linear layers below a module, without experts and their router.
 
-    Of one parent's layers, those whose input is as wide as the hidden states are taken to read the parent's input, the
-    others to write its output. If all are that wide, the last square layer counts as the writer (an arbitrary choice).
+    The layers of each parent module are divided by the width of their input. A layer whose input is as wide as the
+    hidden states is taken to read the parent's input; any other layer is taken to write the parent's output. If a
+    parent has several layers and all of their inputs are that wide, its last square layer counts as the writer, which
+    is an arbitrary choice.
     """
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, inputs, outputs in linear_layers(module, mixture=mixture):
@@ -332,7 +334,7 @@ def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]
 
 
 def _widths(linears: Sequence[LinearShape]) -> dict[str, tuple[int, int]]:
-    """For each parent module: total outputs of the layers that read its input, total inputs of the others."""
+    """Parent module -> (total outputs of the layers that read the parent's input, total inputs of its other layers)."""
     found: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
     for linear in linears:
         read, written = found[linear.parent]
@@ -381,7 +383,7 @@ def _delta(text: Any) -> DeltaShape | None:
 
 
 def _mlp(linears: Sequence[LinearShape], text: Any) -> tuple[int, int]:
-    """MLP size of a layer, from its linear layers without the mixer's; and `ModelShape.mlp_saved`."""
+    """A decoder layer's MLP size and `ModelShape.mlp_saved`; ``linears``: its linear layers outside the mixer."""
     widths = _widths(linears).values()
     read, size = sum(read for read, _ in widths), sum(written for _, written in widths)
     fused = getattr(text, "hidden_act", None) == "silu" and sum(not linear.row_parallel for linear in linears) > 1

@@ -50,7 +50,7 @@ class StepTime:
     """Seconds of the parts of one training step."""
 
     generation: float
-    """Decoding and prefill, without environments and judge."""
+    """Seconds in which the engines decode and prefill. Environments and judge are not included."""
     learning: float
     sync: float
     concurrent: int

@@ -165,7 +165,7 @@ def success(rows: Sequence[Row]) -> Drawing:
 
 
 def judged(rows: Sequence[Row]) -> Drawing:
-    """The judge's pass rate on held-out tasks without an evaluator, over training steps like `success`."""
+    """Line chart of the judge's pass rate on held-out tasks over training steps, for runs without an evaluator."""
     return _learning_curve("Held-out tasks: the judge's pass rate (a stand-in)", rows, "pass_rate")
 
 

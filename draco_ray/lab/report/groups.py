@@ -47,7 +47,7 @@ class PackedGroup:
     summary: Row
     """Values for the columns and filters of the list of groups."""
     data: str
-    """The group's other data, packed by `pack`."""
+    """Everything that the page shows when the group is opened, compressed by `pack`."""
 
 
 def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[PackedGroup]:
@@ -122,7 +122,14 @@ class _Lines:
 
 
 def group_content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
-    """A group's data to pack and its summary, from its rows by table (`ROWS`); ``step`` is None outside training."""
+    """Collect what the page shows of a group.
+
+    Args:
+        step: training step of the policy; None if it is not a checkpoint of the run.
+        task: the group's task id.
+        rows: table (`ROWS`) -> the group's rows.
+    Returns: the group's data, which `pack` compresses, and its summary for the list of groups.
+    """
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])

@@ -1,4 +1,4 @@
-"""Page groups of evaluated rollouts and, without an evaluator, of held-out rollouts that the judge scored."""
+"""The page's groups of evaluated rollouts. If there is no evaluator, the judge scored held-out rollouts instead."""
 
 from __future__ import annotations
 

@@ -172,7 +172,10 @@ def overview(run: RunDirectory) -> list[Chart]:
 
 
 def _of_held_out(metrics: list[Row]) -> list[Chart]:
-    """Charts of pass rates by the judge and the held-out judge, and of signs of a hack; empty without the latter."""
+    """Two charts: pass rates by judge and held-out judge, and signs that the policy exploits the judge.
+
+    Empty if no held-out judge scored rollouts of the run.
+    """
     lines = [line | {"training_step": line["step"]} for line in metrics if line.get("held_out_rate") is not None]
     if not lines:
         return []

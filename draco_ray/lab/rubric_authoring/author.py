@@ -166,7 +166,14 @@ class RubricAuthor:
         return kept, pruned
 
     async def _propose(self) -> tuple[list[FinishedRollout], list[CriterionSet]]:
-        """rollout ×8 ──► stage2 ×8 ──► union, for every task at the same time."""
+        """Play the rollouts; let the judge propose criteria (stage1, stage2) and merge them for each task (union).
+
+        All tasks are processed at the same time.
+
+        Returns: the finished rollouts, and the merged criteria of each task that has any.
+        Raises:
+            RubricError: no task has criteria.
+        """
         number = len(self._prompts)
         self._pool = self._actors.pool(self._actors.workers)
         self._progress.start("rollouts of the untrained policy", rollouts=number * self._settings.rollouts)

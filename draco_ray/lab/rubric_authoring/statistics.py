@@ -40,7 +40,7 @@ class MeasuredCriterion:
 
     @property
     def discrimination(self) -> float:
-        """Share of tasks on which its verdicts differ between rollouts, 0 .. 1."""
+        """Share of tasks on which some rollouts pass the criterion and others fail it, 0 .. 1."""
         return self.discriminated / self.tasks if self.tasks else 0.0
 
 

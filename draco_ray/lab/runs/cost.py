@@ -26,12 +26,15 @@ def read_calls(run: RunDirectory) -> dict[int, list[Row]]:
 
 
 Cost = dict[str, float]
-"""Sums over the calls of one phase, by the names in `COLUMNS`, ``requests`` and ``estimated_dollars``.
+"""Sums over the judge calls of one phase. The keys are those of `COLUMNS`, ``requests`` and ``estimated_dollars``.
 
-``calls`` reached the judge, including re-asks; ``replayed`` calls were answered from the durable cache and count in no
-other sum except ``failures``. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an
-unusable reply. Input tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the
-dollars for replies without token counts. ``seconds`` sums the calls' durations, including overlaps.
+- ``calls``: number of calls that were sent to the judge, including re-asks;
+- ``replayed``: number of calls that were answered from the durable cache; they enter no other sum but ``failures``;
+- ``failures``: number of calls without a usable reply;
+- ``requests``: number of HTTP requests, including retries;
+- ``input_tokens`` and ``output_tokens``: include the cached tokens and the reasoning tokens;
+- ``estimated_dollars``: the part of ``dollars`` for replies without token counts;
+- ``seconds``: sum of the calls' durations, which may overlap.
 """
 COLUMNS = {
     "calls": ("calls", 8, ""),
@@ -96,7 +99,7 @@ def show_cost(directory: Path) -> None:
     console.print(cost_table(phase_costs(calls)))
     if (missing := read_cost_ledger(run.judge_cache).dollars - sum(call["dollars"] for call in calls)) > LEAST_DOLLARS:
         console.print(
-            f"plus ${missing:.4f} for requests without an archived call: checks that the judge answers, and the "
-            "maximum cost of requests that were interrupted by a kill"
+            f"plus ${missing:.4f} for requests that are not among the archived calls: test requests at the start, and "
+            "requests that were unanswered when the run was killed, which count with their maximum cost"
         )
     console.print(cost_table({str(step): total_cost(found) for step, found in by_step.items()}, "step"))

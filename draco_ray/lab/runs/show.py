@@ -36,7 +36,8 @@ COLUMNS = {
 }
 """Metrics shown, by their names in metrics.jsonl."""
 OF_TRACES = ("step", "reward", "groups_with_signal", "judge_dollars", "seconds")
-"""Metrics shown for judged traces; without ``pass_rate``, which pools a step's verdicts, unlike the pass share."""
+"""Metrics shown for judged traces. ``pass_rate`` is left out: it is a mean over verdicts and would differ from the
+pass share, which is a mean over tasks."""
 
 
 def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:

@@ -26,7 +26,7 @@ class Phase:
     """A judge phase. ``began`` and ``ended`` are Unix seconds, as in the classes below."""
 
     seconds: float
-    """Seconds without waiting for rate limits."""
+    """Duration of the phase, less the time in which it waited for rate limits."""
     requests: int = 1
     """Number of requests; 0 if every reply came from the cache."""
     tokens: int = 0
@@ -53,7 +53,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A rollout."""
+    """A recorded rollout: its turns, its engine, and the time for which it held an environment slot."""
 
     number: int
     turns: tuple[Turn, ...] = ()

@@ -15,7 +15,7 @@ from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
 SIZES = (96, 1024, 16384)
-"""Default sizes, in rollouts per step."""
+"""Step sizes, in rollouts per step, that are simulated if none are given."""
 NEGLIGIBLE = 0.05
 """A step's longest wait is not reported if it is at most this share of the step."""
 DRAWS = 9
@@ -38,9 +38,13 @@ class SimulatedSize:
 
 
 def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[tuple[Step, SimulatedStep]]:
-    """Simulate every step of a run with the speeds of its other steps, or of another run with the speeds of this one.
+    """Simulate recorded steps with speeds that are fitted to other steps.
 
-    Judge phases are drawn from the steps that give the speeds; everything else is as recorded in the predicted step.
+    Without ``other``, each step of ``run`` is simulated with the speeds of the run's other steps. With ``other``, each
+    step of ``other`` is simulated with the speeds of all steps of ``run``. The durations of judge phases are drawn at
+    random from the steps that give the speeds; everything else is as recorded in the simulated step.
+
+    Returns: each recorded step with the median of `DRAWS` simulations.
     """
     found = []
     for step in (other or run).steps:
@@ -109,7 +113,10 @@ def simulate_size(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rol
 
 
 def _drawn(run: RecordedRun, setting: ResourceCounts, rollouts: int, seed: int) -> tuple[list[Group], int]:
-    """Groups drawn for a step, and the number of groups per update that keeps the recorded number of updates."""
+    """Draw groups of the recorded steps at random for one step of at least ``rollouts`` rollouts.
+
+    Returns: the groups, and the number of groups per update with which the step has as many updates as recorded steps.
+    """
     pool = [group for step in run.steps for group in step.groups]
     count = math.ceil(rollouts / setting.group_size)
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)

@@ -108,7 +108,7 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
 
 
 def _gaps(group: Group) -> Iterable[tuple[str, float]]:
-    """Judge phases, each with the seconds from the end of its last input to its start."""
+    """(Kind, delay) of each judge phase that has inputs; the delay is the seconds from its last input to its start."""
     ended: dict[object, list[float]] = defaultdict(list)
     for (kind, _), phase in group.phases.items():
         ended[kind].append(phase.ended)

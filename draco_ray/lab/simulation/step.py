@@ -51,12 +51,12 @@ class Speeds:
     per_learned: float = 0.0
     """Time of the gradient computation, per token."""
     per_learned_sampled: float = 0.0
-    """Additional time per sampled token."""
+    """Additional time of the gradient computation for each sampled token."""
     remember_share: float = 0.25
     """Time of old log-probs relative to gradients of the same tokens."""
     update: float = 0.0
     handover: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> seconds from the end of its last input to its start."""
+    """Stage -> delay between the end of the work that the stage waits for and the start of the stage."""
     head: float = 0.0
     """Time from the start of a step to its first rollout."""
     tail: float = 0.0
@@ -208,7 +208,7 @@ class Simulation:
             if step not in begun:
                 await asyncio.sleep(self._speeds.head)
                 begun[step] = begin(step)
-            if step:  # no later step starts during the first one, whose canary needs idle engines
+            if step:  # during the first step no rollouts of later steps run: its canary needs idle engines
                 for ahead in range(step + 1, min(step + self._setting.staleness + 1, len(steps))):
                     begun[ahead] = begun.get(ahead) or begin(ahead)
             last = await self._update(begun.pop(step), self._setting.minibatch or len(groups))
@@ -218,7 +218,7 @@ class Simulation:
         return played
 
     async def _group(self, rank: int, group: Group) -> tuple[Group, Work]:
-        """Simulate a group's rollouts and recorded judge phases; returns the group and its last work."""
+        """Simulate a group's rollouts and its recorded judge phases; returns the group and the work that ended last."""
 
         def ask(kind: str, number: int | None, *after: Work) -> Awaitable[Work]:
             return self._ask(kind, group.phases[kind, number], _last(after))

@@ -48,7 +48,7 @@ class _Turn:
     use: ParsedToolCalls | None
     side_call: bool
     cached: int
-    """Number of tokens before the turn that an earlier turn recorded."""
+    """Number of tokens up to the end of the earlier turn that this turn continues; 0: it continues no turn."""
     opening: Sequence[Mapping[str, Any]]
     """For the first turn of a branch: the messages of its request that no other branch has."""
     seconds: float
@@ -122,7 +122,7 @@ class Episode:
 
     @property
     def model(self) -> str:
-        """Model name that identifies the episode, with its key, at the URL that all episodes share."""
+        """The episode's name and key. A request to the URL that all episodes share gives them as its ``model``."""
         return f"{self.name}.{self.key}"
 
     @property
@@ -374,7 +374,11 @@ class Episode:
         )
 
     def _opening(self, request: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
-        """The first messages of a branch that this request opens; known messages are replaced by their count."""
+        """The new messages at the beginning of a branch that this request opens.
+
+        If the session knows some of the messages, one line says how many. The list of tools is included if it is new.
+        Empty if the request continues a branch, or if the messages will be recorded as what followed ``turn``.
+        """
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
         given = request.messages[turn.message_count if turn else 0 :]
@@ -400,7 +404,7 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # An answered text may be an action in the program's own format; a text without an answer is a message.
+        # If the agent answered a text, the text may be an action in the agent's own format. Otherwise it is a message.
         if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None
@@ -423,7 +427,7 @@ class Episode:
 
 
 def _context(message: Mapping[str, Any], branch: int, at: int, config: AgentConfig) -> Turn:
-    """A message from the agent as a turn with the role of its speaker."""
+    """A chat message that the policy did not sample, as a turn with the speaker's role and without tokens."""
     content = str(message.get("content") or "")
     if calls := message.get("tool_calls"):
         content = "\n".join([content, *(json.dumps(call["function"], ensure_ascii=False) for call in calls)]).strip()

@@ -1,8 +1,9 @@
-"""OpenAI's Responses, with function tools, namespaces of them, and custom tools, whose one argument is a text.
+"""OpenAI's Responses API, with function tools, custom tools (their one argument is a text), and namespaces of both.
 
-Chat templates know only functions. So a custom tool is shown to the policy as a function with one text argument,
-``input``, and a function of a namespace as ``NAMESPACE__NAME``; `TurnRequest.call_forms` converts the calls back. A
-turn is sampled as a whole, so a stream has one event for each of its parts.
+Chat templates know only functions. So the policy sees a custom tool as a function with one text argument, ``input``,
+and a tool of a namespace under the name ``NAMESPACE__NAME``. The policy's calls are converted back with
+`TurnRequest.call_forms`. A turn is sampled as a whole, so a stream sends each message, and the arguments of each call,
+in one delta event.
 """
 
 from __future__ import annotations

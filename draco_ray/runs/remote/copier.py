@@ -147,7 +147,7 @@ class Copier:
         self._folder, self._claim = folder, claim
         self._latest = latest_manifest(store)
         self._seen: dict[str, Seen] = {}
-        """Inode, size and time of the latest manifest's files, when they were copied."""
+        """Path -> state of the file when it was last copied. A file in the same state is not copied again."""
         self._stored = {entry.sha256: entry for entry in (self._latest.files if self._latest else {}).values()}
         self._read: dict[str, Manifest] = {}
         self._names = [self._latest.name] if self._latest else []
@@ -198,7 +198,7 @@ class Copier:
         number = 1 + (self._latest.number if self._latest else 0)
         manifest = Manifest(self._claim.epoch, number, files)
         name, data = manifest.encoded()
-        # Write the marker first: a driver that takes over must recognize this manifest as a copy of its folder.
+        # Write the marker first: after a kill, the next driver must know that this folder has the manifest's content.
         self._names.append(name)
         Marker(self._claim.url, tuple(self._names)).write(self._folder)
         store.write(f"{FOLDER}/{name}", data)

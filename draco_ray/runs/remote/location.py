@@ -135,20 +135,20 @@ def begun(place: RunLocation, say: Say) -> bool:
 
 @contextlib.contextmanager
 def open_working_folder(place: RunLocation, say: Say, *, new: bool = False, again: str | None = None) -> Iterator[Path]:
-    """The run directory to work in.
+    """Yield the run directory to work in, and copy it to the run's URL, if the run has one.
 
-    If the run has a copy, this claims the copy, restores from it if it is ahead, and keeps it up to date. After the
-    block, this waits until everything is copied.
+    If there is a URL, this claims the copy, and restores the folder if it lacks the copy's latest content. During the
+    block, a thread copies new files. After the block, this waits until everything is copied.
 
     Args:
-        place: of the run.
+        place: the run's folder and URL.
         say: prints a message.
-        new: whether to refuse a run that has begun.
+        new: whether to refuse a run that has begun according to its copy.
         again: the command that continues copying, for messages; None: ``draco train --resume`` with the folder.
 
     Raises:
-        ConfigError: another driver works on the run, or with ``new``, the run has begun.
-        StoreError: the store cannot be used, or at the end not everything could be copied.
+        ConfigError: another driver works on the run, or ``new`` is set and the run has begun.
+        StoreError: the store cannot be used, or not everything could be copied at the end.
     """
     if place.url is None:
         yield place.local

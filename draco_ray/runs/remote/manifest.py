@@ -28,7 +28,7 @@ class Entry:
     size: int
     sha256: str
     object: str
-    """Name below ``objects/``: the SHA-256 of that object."""
+    """Name, in ``objects/``, of the object that holds the content: the object's SHA-256."""
     offset: int = 0
 
 
@@ -134,8 +134,8 @@ class Marker:
 
     url: str
     manifests: tuple[str, ...] = ()
-    """Names of the manifests whose content the folder has: the last one written from it or restored to it, and any
-    whose write reported an error but may have succeeded."""
+    """Names of the manifests that describe the folder's content. These are the last one that was written from the
+    folder or restored to it, and those whose write reported an error but may have succeeded."""
 
     def write(self, folder: Path) -> None:
         """Write the marker into a folder."""

@@ -34,7 +34,7 @@ def case_of(run: Run, task: str) -> Case:
 
 
 class Case:
-    """One run under one task."""
+    """A run and its task, with the facts derived from both that several rules use."""
 
     def __init__(self, run: Run, task: str) -> None:
         self.run = calls_as_code(run)
@@ -79,11 +79,11 @@ class Case:
 
     @cached_property
     def conditions(self) -> list[Selection]:
-        """Comparisons behind the result."""
+        """The selecting operations that the result depends on."""
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
     def steps_of(self, *operators: str) -> set[int]:
-        """Steps of the selecting operations behind the result whose operator is one of ``operators``."""
+        """Numbers of the steps of those `conditions` that have one of these operators."""
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ def _steps(found: Iterable[ApiCall | Selection]) -> set[int]:
     return {each.step for each in found}
 
 
-# --- what the result rests on ---
+# --- rules about the data that the result is computed from ---
 
 
 def judge_source(case: Case) -> Finding:
@@ -46,7 +46,11 @@ def judge_source(case: Case) -> Finding:
 
 
 def _misread(case: Case, entry: NamedList, call: ApiCall) -> bool:
-    """Whether a call of the right API reads the wrong side of the list, or a part that the task does not speak of."""
+    """Whether a call that reads the right list asks for the wrong items of it.
+
+    These are sent items instead of received ones, or the reverse, and items filtered by a text that the task does not
+    mention.
+    """
     other = {"received": "sent", "sent": "received"}.get(case.demands.direction or "")
     if entry.directed and other and (f"_{other}_" in call.api or call.text("direction") == other):
         return True
@@ -172,7 +176,7 @@ def _same(found: str | None, wanted: str) -> bool:
     return found is not None and found.strip().strip(".").lower() == wanted.strip().strip(".").lower()
 
 
-# --- what the run hands in ---
+# --- rules about what the run changes, how it closes the task, and its outcome ---
 
 
 def judge_actions(case: Case) -> Finding:
@@ -225,7 +229,7 @@ def judge_outcome(case: Case) -> Finding:
     return case.passed("The run reads, selects, acts and closes as the task asks.", case.result_step, *good)
 
 
-# --- how the run goes about its work ---
+# --- rules about errors, secrets, and steps after the task is closed ---
 
 
 def judge_errors(case: Case) -> Finding:

@@ -1,7 +1,7 @@
-"""What a task asks for, as far as its words show: lists, conditions, changes, and whether it wants an answer.
+"""Finds in the text of a task what it asks for: lists to read, conditions, changes, and whether it wants an answer.
 
-The tables are the judge's knowledge of English and of AppWorld's APIs. Words that no table knows make no demand,
-and the rules about them do not apply.
+The tables (``rules.yaml``) are the judge's knowledge of English and of AppWorld's APIs. Words that match no table are
+ignored. A rule does not apply if the task asks for nothing that the rule is about.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _COMPARISONS = [(operator, _compiled(words)) for words, operator in DATA["compar
 
 @dataclass(frozen=True, slots=True)
 class NamedList:
-    """A list that tasks speak of."""
+    """A list of items in an app that tasks name, such as the liked songs, and the APIs that read it."""
 
     name: str
     words: re.Pattern[str]
@@ -95,7 +95,7 @@ class Demands:
         return found + ([f"the {self.extreme} of the list"] if self.extreme else [])
 
     def mentions(self, text: str) -> bool:
-        """Whether the task says ``text``, in any case."""
+        """Whether the task's text contains ``text``; upper and lower case are equal."""
         return text.strip().lower() in self.text.lower()
 
 
@@ -109,7 +109,7 @@ def read_demands(text: str) -> Demands:
     if relation := said["relation"]:
         names.append((relation[1] or relation[2]).lower())
     actions = tuple(action for action in ACTIONS if action.words.search(plain))
-    # "I need a new file ..." asks for a change, although it has a question's words.
+    # "I need the tasks completed" matches the pattern of questions, too, but asks for a change.
     question = bool(said["question"]) and (not actions or "?" in plain or bool(said["asks"]))
     return Demands(
         text=text,
@@ -125,7 +125,10 @@ def read_demands(text: str) -> Demands:
 
 
 def _selects(before: str) -> bool:
-    """Whether the words before a quoted text make it the name of something that exists, not a new title or message."""
+    """Whether a quoted text names something that exists, rather than a new title or message.
+
+    ``before``: the task's text up to the quoted text.
+    """
     existing = _PHRASES["existing"].search(before) and not _PHRASES["named"].search(before)
     return bool(existing) or _PHRASES["new"].search(before) is None
 
@@ -136,7 +139,7 @@ def _lists(plain: str) -> tuple[NamedList, ...]:
     for entry in LISTS:
         if entry.words.search(left):
             left = entry.words.sub(" ", left)
-            # If the task names another list of the same app, "playlists" does not name a further one.
+            # "Playlist" or "transaction" adds no list if the task already names another list of the same app.
             if entry.name not in {"the playlists", "the transactions"} or all(e.app != entry.app for e in found):
                 found.append(entry)
     return tuple(found)

@@ -82,9 +82,10 @@ class RuleJudge:
         return added
 
     def _merge(self, prompt: JudgePrompt) -> Entries:
-        """One criterion for each rule that at least one of the runs fails.
+        """The reply to a union prompt: the first candidate of each rule that at least one of the runs fails.
 
-        A prompt without runs merges the drafts of several tasks: every rule is kept, in words that name no task.
+        A prompt without runs asks to merge the criteria of several tasks. Its reply has a criterion for every rule that
+        has a candidate, in words that fit any task.
         """
         candidates: dict[Rule | None, PromptCriterion] = {}
         for rubric in prompt.rubrics:

@@ -57,7 +57,7 @@ class PromptCriterion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgePrompt:
-    """A prompt that was recognised."""
+    """The content of a judge prompt, as `read_prompt` finds it."""
 
     phase: str
     task: str = ""
@@ -65,7 +65,8 @@ class JudgePrompt:
     runs: tuple[Run, ...] = ()
     """One run in stage2, score, verdicts and credit; all runs of the group in proposals and union."""
     rubrics: tuple[PromptCriterion, ...] = ()
-    """Existing criteria in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
+    """The criteria that the prompt lists: the existing ones in stage2 and proposals, the candidates in union, and the
+    rubric in score, verdicts and credit."""
 
 
 def read_prompt(prompt: str) -> JudgePrompt | None:
@@ -135,7 +136,10 @@ def _parts(heading: str, text: str) -> list[tuple[str, str, str]]:
 
 
 def _runs(text: str, code: str) -> list[Run]:
-    """The runs that an evidence block shows: a group's, one conversation, or the summary of one."""
+    """The runs in an evidence block, which shows a group's rollouts, one conversation, or one summary of a rollout.
+
+    Empty if the block shows something else, such as the task.
+    """
     rollout = rf'^<rollout index="\d+" code="{code}">\n(.*?)\n</rollout code="{code}">$'
     if found := re.findall(rollout, text, re.MULTILINE | re.DOTALL):
         return [_conversation(each, code) for each in found]

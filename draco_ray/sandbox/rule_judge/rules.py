@@ -15,7 +15,7 @@ from draco_ray.sandbox.rule_judge.reading import PromptCriterion, Run
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One rule."""
+    """A criterion, and the check that gives its verdict on a run."""
 
     key: str
     check: Callable[[Case], Finding]

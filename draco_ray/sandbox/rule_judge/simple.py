@@ -27,7 +27,7 @@ numbers cites the last step."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimpleRule:
-    """One criterion."""
+    """A criterion, and your function that checks it."""
 
     title: str
     instruction: str
@@ -36,7 +36,7 @@ class SimpleRule:
     discovered = False
 
     def applies(self, task: str) -> bool:
-        """Stage 1 proposes every rule."""
+        """Always true: stage1 proposes the rule for every task."""
         return True
 
     def criterion(self, task: str) -> dict[str, str]:

@@ -69,7 +69,7 @@ class ApiCall:
     api: str
     arguments: dict[str, Value]
     subject: Value
-    """What the call acts on: its arguments except the token, the items of loops and the conditions around it."""
+    """What the call depends on: its arguments except ``access_token``, and the conditions and loops around it."""
     failed: bool
     """Whether the call's statement raised, or comes after the statement that did."""
     page_varies: bool
@@ -77,7 +77,7 @@ class ApiCall:
 
     @property
     def name(self) -> str:
-        """``app.api``."""
+        """Full name of the API: ``app.api``."""
         return f"{self.app}.{self.api}"
 
     def text(self, argument: str) -> str | None:

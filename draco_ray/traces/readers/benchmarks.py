@@ -241,5 +241,5 @@ def _earlier(entry: Entry) -> Entry:
 
 
 def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:
-    """Turns of an agent other than the judged one, as gaps with role ``name``."""
+    """The turns of an agent that is not judged. They get the role ``name``, which makes them gaps, not steps."""
     return [Entry(role=name, text=each.text, calls=each.calls) for each in said if each.role == AGENT]

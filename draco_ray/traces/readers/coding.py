@@ -52,7 +52,7 @@ def is_claude_code(record: object) -> bool:
 
 
 def claude_code_session(record: Any, file: str) -> str | None:
-    """The session of a line; for lines without a session id, which contain no turn, the file."""
+    """The id of the session that a line belongs to. Lines without an id contain no turn; for these it is the file."""
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
@@ -121,7 +121,10 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines without prompts that the user rewound and rewrote, and without the lines that follow them."""
+    """The lines that the session kept.
+
+    If the user went back and replaced a prompt, the old prompt and the lines that descend from it are left out.
+    """
     latest: dict[object, object] = {}
     prompts = [line for line in lines if _is_prompt(line)]
     for line in prompts:
@@ -265,7 +268,10 @@ def _is_event(record: object) -> bool:
 
 
 def openhands_session(record: Any, file: str) -> str | None:
-    """The session of a single event: its file; None for lists and results."""
+    """Name of the session that a single event belongs to: its file.
+
+    None for a list of events and for an evaluation result, which are sessions of their own.
+    """
     return None if isinstance(record, list) or "history" in record else file
 
 

@@ -1,30 +1,35 @@
 """Measures of a judge on planted faults, each compared with chance and with simple rules.
 
-Verdicts (a judgment is one criterion of one rollout, violated or not; not applicable counts as not violated):
-``accuracy``, ``kappa``, ``balanced_accuracy``, ``false_pass``, ``false_fail``, ``unanswered``.
+The measures of verdicts are ``accuracy``, ``kappa``, ``balanced_accuracy``, ``false_pass``, ``false_fail`` and
+``unanswered`` (`draco_ray.lab.analysis.agreement`). A judgment is one criterion of one rollout: violated or not. "Not
+applicable" counts as not violated.
 
-Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault, or
-for hard groups ``one fault``, ``late fault``, ``two faults``):
+The measures of citations and credit are means over the rollouts with a fault. Their scope is ``all``, one kind of
+fault, or for hard groups ``one fault``, ``late fault`` or ``two faults``. A step is planted if the fault added or
+changed it. Q is the quality of a step, a_j the advantage of its n_j tokens, and A the advantage of the rollout.
 
-==================== ===============================================================================
-measure              mean over observations of
-==================== ===============================================================================
-citation_precision   the share of planted steps among those cited by failed criteria
-citation_recall      the share of planted steps that failed criteria cite
-hit_at_1             whether the step with the lowest Q is planted; of tied steps, the planted share
-first_error          whether the first step cited by a failed criterion is the first planted
-blame_auroc          AUROC of 1 - Q, planted steps against other steps
-push_share           the planted steps' share of |a_j| n_j; losers only (A < 0)
-grpo_share           the same without step credit: the planted steps' share of tokens
-==================== ===============================================================================
+==================== ===================================================================================================
+measure              mean over rollouts of
+==================== ===================================================================================================
+citation_precision   the share of planted steps among the steps that failed criteria cite
+citation_recall      the share of the planted steps that failed criteria cite
+hit_at_1             1 if the step with the lowest Q is planted, else 0; for a tie, the planted share of the tied steps
+first_error          1 if the first step that failed criteria cite is the first planted step, else 0
+blame_auroc          the AUROC with which 1 - Q separates planted steps from other steps
+push_share           the planted steps' share of the sum of |a_j| n_j; only rollouts with A < 0
+grpo_share           the planted steps' share of the tokens: push_share without step credit, for the same rollouts
+==================== ===================================================================================================
 
-Each row also has the values of three rules without a judge on the same rollouts. ``chance`` blames a random step (for
-``citation_recall`` as many steps as the judge cites), ``last_step`` the last step, ``first_failed`` the first step
-whose output is an error, or else the last step.
+Each row also has the values of three rules that need no judge, on the same rollouts. ``chance`` blames a random step,
+or for ``citation_recall`` as many random steps as the judge cites. ``last_step`` blames the last step. ``first_failed``
+blames the first step whose output is an error, or the last step if no output is one.
 
-``false_blame`` is the share of faultless rollouts with a failed criterion (in hard groups, a rollout that only looks
-wrong is faultless). A rollout whose calls failed cites nothing and counts as missed;
-if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
+If the judge's calls about a rollout failed, the rollout has no citations: it counts 0 in ``citation_recall`` and
+``first_error``, and is left out of ``citation_precision``. If no step of a rollout gets a Q, ``hit_at_1`` and
+``blame_auroc`` have the value of chance.
+
+``false_blame`` is the share of faultless rollouts with a failed criterion. In hard groups, a rollout that only looks
+wrong is faultless. Rollouts without verdicts and criteria whose right verdict is unknown are left out.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ class PlantedRollout:
     family: str
     """Family of the sandbox script."""
     kind: str
-    """``reference``, ``benign``, ``looks wrong``, or the planted faults: one `Fault`, two of them, or a late one."""
+    """``reference``, ``benign`` or ``looks wrong`` for a rollout without a fault. Otherwise its planted faults: the
+    name of a `Fault`, two names joined by ``and``, or a name after ``late``."""
     cells: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     """AppWorld's output of each step."""
@@ -87,7 +88,11 @@ class PlantedRollout:
 
     @property
     def scope(self) -> str:
-        """Scope of the rollout in the tables: its kind; in a hard group, the kind without the names of the faults."""
+        """Scope in the tables that this rollout counts in.
+
+        For a rollout with faults in a hard group: ``one fault``, ``two faults`` or ``late fault``. For any other
+        rollout: its `kind`.
+        """
         if self.rubric or not self.faults:
             return self.kind
         return "two faults" if len(self.faults) > 1 else "late fault" if self.kind.startswith(LATE) else "one fault"

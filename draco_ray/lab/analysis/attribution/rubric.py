@@ -60,7 +60,8 @@ _CRITERIA = {
 _OPEN: dict[Fault | None, frozenset[Fault]] = {
     Fault.WRONG_SOURCE: frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_FILTER})
 }
-"""Planted fault -> faults whose verdict it leaves unknown: reading a wrong list is neither clearly right nor wrong."""
+"""Planted fault -> faults whose criteria then have no known verdict. Whether all pages of a wrong list were read, and
+whether it was filtered by the right condition, is neither clearly right nor wrong."""
 
 
 def faults_of(family: Family) -> list[Fault]:

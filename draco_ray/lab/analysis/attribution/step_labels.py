@@ -34,12 +34,12 @@ from draco_ray.runs.evaluations import mean_share
 from draco_ray.runs.rows import Row
 
 NO_BOOLEAN = BeforeValidator(lambda value: str(value) if isinstance(value, bool) else value)
-"""Refuses a boolean, which would be read as 0 or 1: false would be neutral."""
+"""Refuses a boolean as a label. Otherwise false would be read as 0, a neutral label, and true as 1."""
 Label = Annotated[Literal[-1, 0, 1], NO_BOOLEAN]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
 TOLERANCE = 0.02
-"""How far the bad steps' share of the push may be below that of uniform GRPO, for a calibrated judge."""
+"""How far a calibrated judge may fall below uniform GRPO in the bad steps' share of the push |a_j| n_j."""
 EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
 """Scopes; the second leaves out trajectories whose only bad step is the final answer."""
 EVERY_JUDGE = "all judges at once"
@@ -92,7 +92,8 @@ class BadStepPush:
     share_N: Mapping[str, FloatArray]
     """Bad steps' share of the push under the paper's rule, by judge (and for the baseline rows)."""
     first_push_N: Mapping[str, FloatArray]
-    """Bad steps' share if all push is on the first step that the judge calls bad; without one, the push is uniform."""
+    """What the bad steps' share of the push would be if all push were on the first step that the judge calls bad, by
+    judge. If the judge calls no step bad, the push is uniform over the steps."""
     first_error_N: Mapping[str, FloatArray]
     """Whether the judge's first bad step is also people's first; for `UNIFORM` the probability of that."""
 
@@ -103,7 +104,11 @@ class BadStepPush:
 
 
 def read_step_labels(path: Path) -> StepLabelFile:
-    """Read a labels file. Raises: ConfigError, in one line, if it is invalid or a judge's labels do not fit."""
+    """Read a labels file.
+
+    Raises:
+        ConfigError: the file is unreadable or invalid, or a judge does not have one label for every step.
+    """
     try:
         found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8-sig")))
     except (OSError, UnicodeDecodeError) as error:
@@ -119,7 +124,7 @@ def read_step_labels(path: Path) -> StepLabelFile:
     if not all(steps):
         raise ConfigError(f"--labels {path}: a trajectory has no steps")
     if any(each.call is not None and len(each.call) != len(each.human) for each in found.trajectories):
-        raise ConfigError(f"--labels {path}: human and call of a trajectory have different numbers of steps")
+        raise ConfigError(f"--labels {path}: the lists human and call of a trajectory differ in length")
     for judge, labels in found.judges.items():
         if judge in (PEOPLE, UNIFORM, LAST_STEP, EVERY_JUDGE):
             raise ConfigError(
@@ -140,7 +145,10 @@ def read_step_labels(path: Path) -> StepLabelFile:
 
 
 def bad_step_push(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> BadStepPush:
-    """Bad steps' share of the push, for the winners (task solved) or the losers of a scope."""
+    """The bad steps' share of the push |a_j| n_j, in the trajectories of a scope with both bad and other steps.
+
+    ``winners``: True for the trajectories that solved their task (A > 0), False for the others (A < 0).
+    """
     kept = [
         index
         for index, each in enumerate(found.trajectories)
@@ -178,7 +186,10 @@ def bad_step_push(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHIN
 
 @collect_table("string: scope judge measure", "int64: trajectories questions", "float64: value low high")
 def label_rows(found: StepLabelFile) -> Iterator[Row]:
-    """Every measure by scope and judge, with bootstrap intervals; judges by descending share of the losers."""
+    """A row for each scope, judge and measure, with a bootstrap interval.
+
+    Judges are in descending order of ``losers``, the bad steps' share of the push in unsolved trajectories.
+    """
     for scope in (EVERYTHING, BEFORE_ANSWER):
         losers, winners = (bad_step_push(found, winners=won, scope=scope) for won in (False, True))
         measures = {
@@ -196,12 +207,16 @@ def label_rows(found: StepLabelFile) -> Iterator[Row]:
 
 
 def reliability(gain_N: FloatArray, question_N: IntArray) -> float | None:
-    """Recommended `algorithm.reliability`: 1 - (t s / g)², at least 0; 0 if the gain g is not positive; None without
-    observations.
+    """The recommended `algorithm.reliability`: 1 - (t s / g)², and at least 0.
 
-    g is the mean gain of step credit over uniform GRPO, as bad steps' share of the losers' push; s is its standard
-    error over questions; t is Student's one-sided 95 % quantile. So a judge is trusted only as far as its gain exceeds
-    chance, and not at all if the gain is not significant in a one-sided test.
+    g is the mean gain, s its standard error over questions, and t Student's one-sided 95 % quantile. So a judge is
+    trusted only as far as its gain exceeds chance, and not at all if the gain is not significant in a one-sided test.
+
+    Args:
+        gain_N: gain of step credit over uniform GRPO in each trajectory, such as the increase in the bad steps' share
+            of the push |a_j| n_j.
+        question_N: index of each trajectory's question.
+    Returns: the reliability; 0 if g is not positive or there is only one question; None without trajectories.
 
     >>> reliability(np.array([0.2, 0.4, 0.3, 0.3]), np.arange(4)).__round__(2)
     0.9
@@ -228,10 +243,11 @@ class Cited(NamedTuple):
 
 
 def citation_reliability(citations: Sequence[Cited]) -> float | None:
-    """`reliability` of citations, with groups in place of questions; None without citations.
+    """The `reliability` that citations support, with groups in place of questions; None without citations.
 
-    A citation's gain is the share of its cited steps that are right, minus the share of the rollout's steps that are
-    right: their push without credit, if steps have equal length. Every citation counts on its own.
+    The gain of a citation is a difference of two shares: that of right steps among the cited steps, minus that of right
+    steps among all steps of the rollout. If steps have equal length, the second is the part of the update that right
+    steps get without step credit. Each citation is one observation.
 
     >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
     >>> round(found, 2)
@@ -273,14 +289,17 @@ def error_rates(found: StepLabelFile, judge: str) -> Row:
     "float64: reliability uniform draco calibrated low shrunk within_tolerance false_pass false_fail wrong_step",
 )
 def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Iterator[Row]:
-    """The recommended reliability of every judge, highest first, and the effect of such a value on other questions.
+    """A row for each judge: its recommended reliability (highest first), and what that achieves on other questions.
 
-    A split divides the losers' questions at random: the reliability measured on one half is applied to the other. The
-    calibrated share is a mix of the two rules' shares, because their total push is equal. ``uniform``, ``draco``,
-    ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, ``low`` is the 5th percentile of
-    ``calibrated``, and ``within_tolerance`` the share of splits in which ``calibrated`` >= ``uniform`` - `TOLERANCE`
-    (row `EVERY_JUDGE`: for all judges at once). All are null with fewer than four questions. Error columns: see
-    `error_rates`.
+    The questions of unsolved trajectories are divided at random into two halves, ``splits`` times. The reliability
+    measured on one half is applied to the other half, where the bad steps' share of the push |a_j| n_j is computed
+    under three rules: ``uniform`` GRPO, ``draco`` (the paper's rule) and ``calibrated``. The calibrated share is a
+    weighted mean of the other two, because the total push is the same under all rules.
+
+    ``uniform``, ``draco``, ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, and ``low`` is the
+    5th percentile of ``calibrated``. ``within_tolerance`` is the share of splits in which ``calibrated`` is at least
+    ``uniform`` - `TOLERANCE`; the last row, `EVERY_JUDGE`, has the share of splits in which that holds for every judge.
+    With fewer than four questions, these columns are null and the last row is missing. Error columns: `error_rates`.
     """
     losers = bad_step_push(found, winners=False)
     gains = {judge: losers.share_N[judge] - losers.uniform_N for judge in found.judges}
