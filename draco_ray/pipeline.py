@@ -80,7 +80,7 @@ class Group:
 
 @dataclass
 class Pipeline:
-    """Runs the graph of a training step for one group at a time, from a task to its training samples."""
+    """Runs groups, several at the same time, through the graph of a training step: from a task to training samples."""
 
     config: AlgorithmConfig
     rollouts: RolloutPool

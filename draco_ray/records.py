@@ -493,7 +493,7 @@ class Evaluation:
     def lost(self) -> bool:
         """Whether every attempt crashed for a reason other than the policy.
 
-        Such a rollout counts as a failure; tables also show the number of lost rollouts.
+        Such a rollout counts as a failure; reports also state the number of lost rollouts.
         """
         return LOST in self.failures
 

@@ -1,13 +1,12 @@
-"""Two tests that detect a hack, that is, a policy that exploits the main judge, by the scores of a held-out judge.
+"""Two tests that detect hacks (rollouts that exploit the main judge) by the scores of a held-out judge.
 
-In each group that it samples, the held-out judge scores the half of the rollouts with the highest rewards (the top
-half) and one rollout of the other half (the middle rollout); see `held_out_sample`. A rollout's pass share is the
-fraction of applicable criteria that it passes.
+In each sampled group, the held-out judge scores the half of the rollouts with the highest rewards (the top half) and
+one rollout of the other half (the middle rollout); see `held_out_sample`. A rollout's pass share is the fraction of
+applicable criteria that it passes.
 The held-out judge may be stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly.
-As long as both judges agree on which rollouts are better, two things hold: the best rollout is at least as likely as
-the middle rollout to reach any given pass share h, and training does not lower the pass share of the top half.
-A rollout that exploits the main judge breaks both: it has a high reward, but the held-out judge passes few of its
-criteria.
+As long as both judges agree on which rollouts are better, the best rollout is at least as likely as the middle rollout
+to reach any given pass share h, and training does not lower the pass share of the top half. A hack breaks both: it has
+a high reward, but the held-out judge passes few of its criteria.
 
 `drift` compares best and middle rollouts. It finds a hack early if the held-out judge rates honest rollouts of a group
 alike. `pass_rate_fall` compares the top half with that of earlier steps. It also finds a hack if honest rollouts of a
@@ -24,11 +23,11 @@ inequality), however often it is looked at and whatever the distributions are. T
 fails the best rollouts by mistake. It does not detect a hack that the held-out judge rates like a middle rollout.
 
 `pass_rate_fall` compares two adjacent ranges of steps, of which the later one ends at the last step; it tries all such
-pairs of ranges. It compares them by a likelihood ratio: one Bernoulli rate per range against one rate for both, divided
-by the dispersion of the pass shares (McCullagh and Nelder, Generalized Linear Models, chapter 9). A normal
-approximation would raise false alarms where nearly all pass shares are 1. The fall is significant if the ratio exceeds
-2 log(10 T^2) after T steps, a limit that grows with the number of pairs. Few simulated runs of constant pass rate
-exceed it (``tests/unit/test_held_out_scoring.py`` counts them).
+pairs of ranges. Its statistic is twice the log likelihood ratio of one Bernoulli rate per range against one rate for
+both, divided by the dispersion of the pass shares (McCullagh and Nelder, Generalized Linear Models, chapter 9). A
+normal approximation would raise false alarms where nearly all pass shares are 1. A fall is significant if the statistic
+exceeds 2 log(10 T^2) after T steps, a limit that grows with the number of pairs. Few simulated runs of constant pass
+rate exceed it (``tests/unit/test_held_out_scoring.py`` counts them).
 A policy that becomes worse without a hack is flagged too, and so are harder tasks. Unlike a hack, these also lower the
 main judge's own pass rate.
 """
@@ -74,8 +73,8 @@ class Drift:
     low: float
     high: float
     """``excess``: among the last `SHOWN` pairs, the fraction of best rollouts whose pass share is below h, minus the
-    fraction of middle rollouts below h. ``low`` and ``high``: its 95 % interval, which ignores that h was chosen by the
-    same data."""
+    fraction of middle rollouts below h. ``low`` and ``high``: its 95 % interval, which ignores that h was chosen from
+    the same data."""
 
     @property
     def significant(self) -> bool:
@@ -91,7 +90,7 @@ class PassRateFall:
     low: float
     high: float
     """``size``: mean pass share in the earlier range of steps minus that in the later range, in [-1, 1]. ``low`` and
-    ``high``: its 95 % interval, which ignores that the ranges were chosen by the same data."""
+    ``high``: its 95 % interval, which ignores that the ranges were chosen from the same data."""
     significant: bool
     """Whether the pass share fell and the likelihood ratio exceeds its limit."""
 

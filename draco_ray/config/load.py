@@ -222,11 +222,11 @@ def _last(layers: Sequence[_Layer], key: str) -> int:
 
 
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
-    """Refuse a judge's model, endpoint or key that has no effect because a switch selects another judge.
+    """Refuse a judge's model, endpoint or API key that has no effect because a switch selects another judge.
 
-    The switches are ``judge.rule_judge.start`` and ``judge.self_judge.enabled``. The key is refused only if it was set
-    on the command line or by a later source than the switch: one file may set both, because `draco config` prints every
-    key.
+    The switches are ``judge.rule_judge.start`` and ``judge.self_judge.enabled``. Such a setting is refused only if it
+    comes from the command line or from a later source than the switch. One file may have both, because `draco config`
+    prints every key.
     """
     switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
     for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):

@@ -67,7 +67,7 @@ class CanaryReading:
 
     @property
     def live(self) -> bool:
-        """Whether the adapter certainly works in the engine: it changes log-probs by more than rounding explains."""
+        """Whether the adapter certainly has an effect: it changes the engine's log-probs by more than rounding does."""
         return self.nearness > CERTAIN or self.shift_max > self.noise_max == 0
 
 

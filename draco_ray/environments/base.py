@@ -167,7 +167,7 @@ OptionsT = TypeVar("OptionsT", bound=ConfigSection)
 
 
 def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
-    """Validate ``environment.options``. Returns: an object of class ``kind``.
+    """Validate ``environment.options`` as an object of class ``kind``.
 
     Raises: ConfigError: an option is unknown or missing, or has an invalid value.
     """

@@ -1,1 +1,1 @@
-"""Trajectory -> verdict: the judge's five phases over any LiteLLM model, its prompts, replies and costs."""
+"""Trajectory -> verdict: the judge's phases over any LiteLLM model, its prompts, replies and costs."""

@@ -72,7 +72,7 @@ class Call:
     clock: float
     check: bool = False
     """Whether this is the startup check (`LiteLLMClient.check`). Each of its failures counts as an attempt, unless the
-    client belongs to a pool and the endpoint is only busy."""
+    endpoint is only busy and calls wait for the end of an outage."""
     requests: int = 0
     number: str = ""
     """Number of the latest request."""

@@ -133,7 +133,7 @@ class Borrowed:
 
     server: Server
     number: int = 0
-    """Number by which the lender identifies the server that is given back."""
+    """Number of the loan, which the lender needs when the server is given back."""
     lost: bool = False
     """Set by the borrower if the connection failed or broke."""
 

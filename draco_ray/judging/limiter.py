@@ -6,10 +6,10 @@ request's actual cost.
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
 - Requests: at most the limit in any 60 seconds, spread evenly after a burst.
 - Tokens: at most the limit in any 60 seconds, spread at a multiple of the limit (`PACE`) after a burst. A request in
-  flight counts with its expected tokens: mean plus one standard deviation of earlier requests, or its maximum until
-  enough requests have ended. A finished request counts with its actual tokens.
+  flight counts with its expected tokens: mean plus one standard deviation of earlier requests of its kind, or its
+  maximum until enough have ended. A finished request counts with its actual tokens.
 - Order: later phases of a group go before new groups. Otherwise the order is first come, first served; small requests
-  do not overtake a large one.
+  do not overtake a large one that waits.
 
 `Limiter` grants leases, by a clock that tests can set. Callers wait for a lease in `LimiterQueue`. This module does not
 use Ray.
@@ -267,7 +267,7 @@ class Limiter:
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
     def lease(self, asked: LeaseRequest) -> tuple[str | None, float]:
-        """Ask for a lease, which allows to send one request now.
+        """Ask for a lease, the permission to send one request now.
 
         Returns: (the lease's number, 0.0) if it is granted. Otherwise (None, seconds after which to ask again); the
             seconds are infinite if the caller must first wait until requests in flight have ended.

@@ -76,7 +76,7 @@ class OutageStatus:
 
 
 class JudgeHealth:
-    """Counts the judge's replies and failures, and decides when requests wait and when the run stops."""
+    """Counts the judge's failures since its last reply, and decides when requests wait and when the run stops."""
 
     def __init__(self, *, max_seconds: float = 0.0, max_backoff_seconds: float = 60.0, who: str = "judge") -> None:
         """

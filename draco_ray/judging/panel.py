@@ -164,8 +164,9 @@ class Fallbacks:
 def member_config(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
     """The configuration of an additional judge: of the jury, the strong judge, a fallback or the held-out judge.
 
-    Model, endpoint and key are those of ``judge``. What only describes the run's own judge has its default value: extra
-    body, context length, local servers, rule judge and additional judges. All other settings are those of ``config``.
+    Model, endpoint and key are those of ``judge``. Settings that only describe the run's own judge have their defaults.
+    Among them is ``rule_judge``, because replies of a rule judge are stored without their endpoint. All other settings
+    are those of ``config``.
     """
     return config.model_copy(
         update={

@@ -35,8 +35,8 @@ MAX_BYTES_PER_TOKEN = 16
 MARGIN = 1.05
 """Safety factor on the reported rate, because texts differ."""
 LEARNED_BYTES = 20_000
-"""Length in bytes from which the usage of a single prompt replaces the rate; usage of a shorter prompt changes the
-rate only in part, and the less, the shorter the prompt is."""
+"""Length in bytes from which the reported usage of a single prompt replaces the rate. The shorter a prompt is, the less
+its usage changes the rate."""
 SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
 """Largest fraction that each further attempt keeps of a too long prompt: 9 % after six attempts."""
 CLOSE = 2.5

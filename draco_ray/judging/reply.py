@@ -89,7 +89,7 @@ def integer(value: object) -> object:
 
 
 def _remark(value: object) -> object:
-    """Convert the value of a `Remark`, such as ``evidence``, to text: null to an empty text, an object to its JSON."""
+    """A `Remark`, such as ``evidence``, as text: null becomes an empty text, a number or object its JSON."""
     if isinstance(value, int | dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
         return json.dumps(value, ensure_ascii=False)
     return "" if value is None else value
@@ -239,7 +239,7 @@ def read_entries(
         ReplyError: there is no answer, or several.
     """
     values, gaps, broken = _scan(text, kind)
-    # If no brackets surround the JSON values, a row of objects is read as the entries, and a final "[]" as the answer.
+    # If there are no brackets outside the JSON values, a row of objects is the entries, and a final "[]" the answer.
     only_values = not re.search(r"[\[\]{}]", "".join(gaps))
     ends_alone = only_values and not gaps[-1].strip(" \t\n\r`.")
     answers: list[tuple[int, list[EntryT]]] = []

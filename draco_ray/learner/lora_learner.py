@@ -125,7 +125,7 @@ class LoraLearner:
         """Indices of ``samples`` in each micro-batch; samples without a valid token are left out."""
         trained = [index for index, sample in enumerate(samples) if trained_length(sample)]
         sequences = [_sequence(samples[index]) for index in trained]
-        # Workers of a sharded base pack again without postponed samples; a longer common prefix would change batches.
+        # With a sharded base, samples are packed again without postponed ones: a longer prefix would change batches.
         common = 0 if self.sharded or not self.policy.packs else common_prefix(sequences)
         shapes = [(len(each.token_ids_T) - common, each.prompt_length - common, each.prompt_key) for each in sequences]
         batches = pack(shapes, self._config.micro_batch_tokens - common if self.policy.packs else 1)

@@ -578,7 +578,8 @@ class AdaptedModel:
     def _try_packing(self, base: Any, context: ContextParallelGroup | None) -> None:
         """Install segment attention, so that a micro-batch may hold several sequences.
 
-        It is removed again if a test gives other outputs for packed sequences than for separate ones.
+        It is removed again if a layer is not supported, or if a test gives other outputs for packed sequences than for
+        separate ones.
         """
         ids_T = np.arange(24)
         # All sequences share 17 tokens; the first, third and fourth share a prompt of 18 tokens.

@@ -45,7 +45,7 @@ class Harness(ConfigSection):
     command: tuple[str, ...]
     """The program and its arguments; no shell is used. The prompt is also on standard input."""
     dialect: Literal["chat/completions", "responses", "messages"]
-    """The endpoint's API that the program calls. It has no effect; it informs readers of the recipe."""
+    """The endpoint's API that the program calls; only informs readers of the recipe."""
     variables: Mapping[str, str] = {}
     side_calls: tuple[str, ...] = ()
     """Regular expressions that identify side calls, as in ``agent.side_calls``."""

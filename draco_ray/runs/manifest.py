@@ -161,10 +161,10 @@ def _together(before: Mapping[str, str], here: Mapping[str, str]) -> dict[str, s
 
 
 def _covered(run: RunDirectory) -> Iterator[Path]:
-    """The files that `_digests` is called for. They do not change once written.
+    """The files to pass to `_digests`; they do not change once written.
 
-    These are tables, earlier configurations, the key of the judge's evidence markers, and for each checkpoint its
-    counters, or all its files if it has no counters.
+    Tables, earlier configurations, the key of the evidence codes, and each checkpoint's counters, or all its files if
+    it has no counters.
     """
     yield from run.tables.glob("*/step*.parquet")
     yield from run.tables.glob("*/step*/*.parquet")

@@ -142,10 +142,8 @@ class BatchEndpoint(Endpoint):
         self._batches = {} if config.cache is None else unsettled_batches(config.cache)
         """Running batches."""
         self._unsettled: dict[str, set[str]] = {}
-        """Id of an ended batch -> numbers of its leases that are not settled yet.
-
-        The batch stays in the file until all are settled, because its replies may have to be read again.
-        """
+        """Id of an ended batch -> numbers of its leases that are not settled yet. The batch stays in the file until all
+        are settled, because its replies may have to be read again."""
         self.leases: dict[int, tuple[str, float]] = {}
         """``id()`` of a request object -> number of the request's lease, and its maximum cost in dollars."""
         self._leases: dict[str, tuple[str, float]] = {}
@@ -266,8 +264,7 @@ class BatchEndpoint(Endpoint):
 def read_batches(file: Path | None) -> dict[str, dict[str, str]]:
     """The recorded batches: batch id -> {request id -> number of the request's lease}.
 
-    The number is empty if polls of the batch failed so often that the request was settled as failed. It is also empty
-    in files of earlier versions.
+    The number is empty if the request was settled as failed after failed polls, and in files of earlier versions.
     """
     if file is None or not file.is_file():
         return {}

@@ -140,8 +140,7 @@ def _matches(result: Entry) -> Iterator[tuple[Callable[[ToolCall], bool], Callab
     """Ways to find the call that a result belongs to, best first, each with the order in which to search the turns.
 
     The ways are: the call's id, the tool's name, and the first call without a result in the latest turn that has one.
-    If result and call both have an id, only the ids are compared. Otherwise, if
-    both have a name, only the names are.
+    If result and call both have an id, only the ids are compared. Otherwise, if both have a name, only the names are.
     """
 
     def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:

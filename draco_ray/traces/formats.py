@@ -39,8 +39,8 @@ class ReadOptions:
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
     """(location, error): called for an unreadable record of a session; the other records are still read."""
     may_be_silent: bool = False
-    """Whether to accept a trace in which all turns of the agent are empty. In a trace from a file, this means that
-    the reader did not understand the turns."""
+    """Whether to accept a trace in which all turns of the agent are empty. In a file, empty turns mean that the reader
+    did not understand them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

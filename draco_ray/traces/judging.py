@@ -69,9 +69,9 @@ JudgeOf = Callable[[Sequence[Trace]], Ask]
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """All results of judging one group of traces, which a run directory stores.
+    """The results of judging one group of traces, to be stored in a run directory.
 
-    A `Pipeline` stores results by calling `trajectory`, `judged` and `group`, here as well as on a
+    A `Pipeline` passes its results to `trajectory`, `judged` and `group`, and in training to the same methods of
     `draco_ray.runs.store_actor.RunStoreActor`.
     """
 
@@ -141,8 +141,8 @@ class GroupJudgement:
 class _TraceJudge:
     """Asks the judge about one group of traces.
 
-    Two things differ from training. A call about the whole group shows at most `MOST_IN_UNION` of its traces. The
-    rubric of a single trace consists of all criteria that were proposed for it, without a union call.
+    Unlike in training, a call about the whole group shows at most `MOST_IN_UNION` of its traces, and the rubric of a
+    single trace consists of the criteria that were proposed for it, without a union call.
     """
 
     def __init__(self, ask: Ask, *, most: int, single: bool) -> None:

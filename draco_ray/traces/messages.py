@@ -276,7 +276,7 @@ def _role(role: str, message: Fields) -> str:
 
 
 def _of_proxy(message: Any) -> Any:
-    """Set the role of an agent's message from AutoGen's first versions.
+    """Set the role of an agent's message from AutoGen's first versions to `AGENT`.
 
     There, an agent's message has the role ``user`` and the agent's name. Other messages are returned unchanged.
     """

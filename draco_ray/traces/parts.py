@@ -61,7 +61,7 @@ TYPES = (
 UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
 """Sets of fields that identify a result without a type."""
 FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
-"""Keys that tell the type of a part that is a file, if the part has neither ``type`` nor ``text``."""
+"""Keys of a file's part that stand for its type, if it has neither ``type`` nor ``text``."""
 
 
 def parts(content: object) -> Iterator[Entry]:

@@ -306,11 +306,7 @@ async def wait_for_head_failure(
 async def stop_unless_head_lost(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
     """Call ``stop``, which waits for answers from actors of this run, unless Ray's head is lost.
 
-    Without the head, the actors might never answer.
-
-    Args:
-        stop: stops the actors.
-        look: time limit, in seconds, for an answer from the head.
+    Without the head, the actors might never answer. ``look``: time limit for the head's answer, in seconds.
     """
     if await head_answers(head_address(), look):
         await stop()

@@ -65,7 +65,7 @@ def fine_tune(
             metrics = learner.step()
             if metrics.skipped is not None:
                 raise ConfigError(f"sft: update {metrics.update + 1} failed: {metrics.skipped}")
-            # The mean distance to the samples' log-probs. All of these are 0, so it is the cross-entropy.
+            # Mean distance of the learner's log-probs from the samples', which are 0: the cross-entropy.
             losses.append(metrics.engine_gap)
             on_update(metrics.update, total, losses[-1])
     merged = learner.policy.peft.merge_and_unload()

@@ -140,7 +140,7 @@ class StepProgress:
     def due(self) -> str | None:
         """The progress line, if it must be printed now; else None.
 
-        It must if an operation runs, no live line is shown, and ``heartbeat_seconds`` have passed since the last one.
+        While an operation runs without a live line, it must be printed every ``heartbeat_seconds``.
         """
         now = self._clock()
         if self._heartbeat is None or self._live is not None or not self._title or now - self._said < self._heartbeat:

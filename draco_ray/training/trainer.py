@@ -303,7 +303,7 @@ class TaskOrder:
 
     @property
     def rules(self) -> OrderRules:
-        """The rules in force now, which are those of the last part of the run."""
+        """The rules in force now: those of the last part of the run."""
         return self.parts[-1].rules
 
     @property

@@ -33,9 +33,9 @@ class VerifiersOptions(ConfigSection):
     """The rest of verifiers' environment configuration: ``id``, and harness, runtime and limits of each role, e.g.
     ``{agent: {harness: {id: "null"}}}``."""
     splits: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). At most 10,000
-    tasks of a split are used. If this is empty, there are two splits: ``dev`` contains the first fifth of the tasks, at
-    most 50, and ``train`` the others. Of an infinite taskset, ``train`` contains the 1000 tasks after those."""
+    """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit), at most 10,000.
+    Empty: ``dev`` contains the first fifth of the tasks, at most 50, and ``train`` the others; of an infinite taskset,
+    the next 1000."""
     sampling: VerifiersSampling = VerifiersSampling()
     success_at: float = 1.0
     """Minimum reward with which an episode counts as success."""

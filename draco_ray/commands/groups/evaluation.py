@@ -59,8 +59,8 @@ def evaluate(
         policy: The policy: a model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL.
         run: Instead of --policy: the run, or its URL, whose checkpoints are evaluated.
         last_epochs: With --run: evaluate the checkpoints that end the last N epochs, and average them (default: 3).
-        train_curve: With --run: evaluate the run's checkpoints on the training split, for a learning curve.
-        every: With --train-curve: evaluate only the checkpoint of every N-th training step (default: 1).
+        train_curve: With --run: a learning curve, of the untrained policy and the checkpoints on the training split.
+        every: With --train-curve: only the checkpoint of every N-th training step, and the last one (default: 1).
         split: Dataset (default: data.eval_split).
         runs: Independent rollouts per task (default: 3).
         config: A preset, a YAML file or a run (default: the run's own; sandbox for starter).

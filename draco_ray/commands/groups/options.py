@@ -99,9 +99,9 @@ def variety_folder(path: Path, variety: str) -> Path:
 
 
 def call_with_options(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
-    """Call ``made``, a function or a dataclass, with ``others`` and with the options that it has a parameter for.
+    """Call ``made``, a function or a dataclass, with ``others`` and with those of ``options`` that are its parameters.
 
-    ``options`` are a command's `locals()`. If a name is in both, the value in ``others`` is used.
+    ``options`` are a command's `locals()`; ``others`` take precedence.
     """
     names = inspect.signature(made).parameters
     return made(**{name: value for name, value in options.items() if name in names} | others)

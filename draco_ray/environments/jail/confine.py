@@ -65,7 +65,7 @@ _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
 """Writable folders of a jail that is built from mounts. The first is the home folder. ``/tmp`` is a link to it, unless
-the jail needs a folder ``/tmp``: for an agent's program, or because a visible host file lies below ``/tmp``."""
+the jail needs a folder ``/tmp``: for an agent's program, or because a visible path lies below ``/tmp``."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _TEST_LINKS = (("/tests", "/run/draco/tests"), ("/logs", "/scratch/logs"), ("/app", WORKSPACE))
@@ -244,7 +244,7 @@ def _in_namespaces(spec: JailSpec) -> int:
 
 
 def _mount_workspace(spec: JailSpec, root: str) -> None:
-    """Set up what only the jail of an agent's program has: its workspace, its own ``/tmp``, links, and loopback."""
+    """Set up what only the jail of an agent's program has, such as the workspace, its own ``/tmp`` and loopback."""
     if not spec.network:
         linux.start_loopback()
     for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):

@@ -31,12 +31,14 @@ _CALL = ("training_step", "task_id", "rollout", "phase")
 def judge_loss(run: RunDirectory, replayed: pa.Table) -> Iterator[Row]:
     """A row for each judge of ``replayed``, a table with the columns of `draco_ray.lab.analysis.replay.REPLAYED`.
 
-    A_i is the advantage of rollout i, computed once from the verdicts of the run and once from those of the other
-    judge. ``advantage_correlation`` is the correlation of the two, ``sign_flips`` the share of rollouts for which they
-    have opposite signs. The next two columns cover the groups in which the run's A_i are not all equal. ``best_kept``
-    is the share of these groups in which a rollout has the highest A_i with both judges. ``signal_lost`` is the share
-    in which the A_i of the other judge are all equal. ``dollars`` is the cost of the archived prompts with the other
-    judge, ``own_dollars`` the cost of the same calls in the run, retries included.
+    A_i, the advantage of rollout i, is computed once from the verdicts of the run and once from those of the judge.
+
+    - ``advantage_correlation``: correlation of the two;
+    - ``sign_flips``: share of rollouts for which the two have opposite signs;
+    - ``best_kept``: of the groups in which the run's A_i differ, the share in which a rollout is best with both judges;
+    - ``signal_lost``: of the same groups, the share in which the judge's A_i are all equal;
+    - ``dollars``: cost of the archived prompts with the judge;
+    - ``own_dollars``: cost of the same calls in the run, retries included.
     """
     for judge, found in grouped(replayed.to_pylist(), "judge").items():
         asked = set(map(itemgetter(*_CALL), found))

@@ -1,8 +1,8 @@
 """Judge agreement on writing and merging criteria (appendix "Self-judge", "Generation" and "Union").
 
-Two judges write different criteria for the same task, and none of them is the right answer. So their overlap is
-measured. Archived prompts that ask for criteria (phases stage1 and stage2) or for merged criteria (union) are sent
-verbatim to another judge, once each. A third model pairs the other judge's criteria one to one with the run's:
+Two judges write different criteria for the same task, and neither list is the right one. So their overlap is measured.
+Archived prompts that ask for criteria (phases stage1 and stage2) or for merged criteria (union) are sent verbatim to
+another judge, once each. A third model pairs the other judge's criteria one to one with the run's:
 
 recall      share of the run's criteria that have a partner
 precision   share of the other judge's criteria that have a partner
@@ -129,7 +129,7 @@ async def compare_writing(
         judge: name of the other judge.
         complete: the other judge.
         config: configuration of the run's own judge, for its limits on the number of criteria.
-        third: the model that pairs and scores (`third_model`).
+        third: the model that pairs and scores (`draco_ray.lab.analysis.pairing.make_pairing_judge`).
 
     Returns: a row per comparison (`COMPARISONS`), including comparisons of the run's own judge with itself.
     Raises:
@@ -223,7 +223,7 @@ def _ceilings(
 
 
 async def _paired(call: WritingCall, other: Rubric, third: Judge) -> Row:
-    """Let the third model pair a call's criteria with ``other``; returns these columns of a row of `COMPARISONS`."""
+    """Let the third model pair a call's criteria with ``other``. Returns: a part of the row in `COMPARISONS`."""
     pairing = await third.ask(Pairing(call.reference, other), CallContext(group="", task_id=call.task_id))
     pairs = pairing.value or ()
     return {

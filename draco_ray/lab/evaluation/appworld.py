@@ -91,7 +91,7 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
         for index in range(count)
     ]
     if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
-        raise ConfigError(f"data.root={root}: not the tasks of {directory.path}; set data.root to the tasks' folder")
+        raise ConfigError(f"data.root={root}: not the tasks of {directory.path}; set it to that evaluation's data")
     free: asyncio.Queue[AppWorldSlot] = asyncio.Queue()
     for slot in slots:
         free.put_nowait(slot)

@@ -235,8 +235,7 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
 
     Returns: the 95 % interval of the difference, and the two-sided p-value of the test that it is 0. Both are valid
         whatever the outcome of the lost rollouts would have been. The p-value is that of a permutation test over
-        scenarios. With several training seeds, Student's test over scenarios and seeds is made, too, and the larger
-        of the two p-values is returned.
+        scenarios; with several training seeds, the larger of this and that of Student's test over scenarios and seeds.
     Raises:
         ValueError: two rates cover different tasks, or two means of turns have no task in common.
     """
@@ -260,11 +259,10 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
 def permutation_p_value(
     differences: Mapping[str, float], cluster: Callable[[str], str], *, permutations: int = PERMUTATIONS
 ) -> float:
-    """Two-sided p-value of the test that paired differences have mean 0. It changes the signs of whole clusters.
+    """Two-sided p-value of the test that paired differences have mean 0, by changing the signs of whole clusters.
 
     If there are at most ``permutations`` ways to assign signs to the clusters, all of them are tried and the p-value is
-    exact. Otherwise ``permutations`` of them are drawn at random. The observed signs are counted as one more, so the
-    p-value is never 0.
+    exact. Otherwise so many are drawn at random, and the observed signs are added, so that the p-value is never 0.
 
     Args:
         differences: task (or scenario) -> difference.

@@ -43,10 +43,7 @@ _PAIRED = "a comparison needs the same tasks in both settings"
 
 
 def split_title(plan: EvaluationPlan) -> str:
-    """The title that tables give to the split of a plan.
-
-    It does not depend on whether the plan has only a part of the split's tasks, or tasks of a generated world.
-    """
+    """Title of a plan's split in tables; the same for a part of the split's tasks and for a generated world."""
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 

@@ -313,10 +313,9 @@ def _decoder_layers(model: Any) -> tuple[str, Any]:
 def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]:
     """The linear layers below a module, without experts and their router.
 
-    The layers of each parent module are divided by the width of their input. A layer whose input is as wide as the
-    hidden states is taken to read the parent's input; any other layer is taken to write the parent's output. If a
-    parent has several layers and all of their inputs are that wide, its last square layer counts as the writer, which
-    is an arbitrary choice.
+    A layer whose input is as wide as the hidden states is taken to read its parent module's input; any other layer is
+    taken to write the parent's output. If a parent has several layers and all of their inputs are that wide, its last
+    square layer counts as the writer (an arbitrary choice).
     """
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, inputs, outputs in linear_layers(module, mixture=mixture):

@@ -1,4 +1,4 @@
-"""The page's groups of evaluated rollouts. If there is no evaluator, the judge scored held-out rollouts instead."""
+"""The page's groups of evaluated rollouts or, without an evaluator, of held-out rollouts that the judge scored."""
 
 from __future__ import annotations
 

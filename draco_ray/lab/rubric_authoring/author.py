@@ -166,9 +166,7 @@ class RubricAuthor:
         return kept, pruned
 
     async def _propose(self) -> tuple[list[FinishedRollout], list[CriterionSet]]:
-        """Play the rollouts; let the judge propose criteria (stage1, stage2) and merge them for each task (union).
-
-        All tasks are processed at the same time.
+        """Play the rollouts of all tasks; the judge proposes (stage1, stage2) and merges (union) each task's criteria.
 
         Returns: the finished rollouts, and the merged criteria of each task that has any.
         Raises:

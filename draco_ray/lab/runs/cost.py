@@ -32,8 +32,8 @@ Cost = dict[str, float]
 - ``replayed``: number of calls that were answered from the durable cache; they enter no other sum but ``failures``;
 - ``failures``: number of calls without a usable reply;
 - ``requests``: number of HTTP requests, including retries;
-- ``input_tokens`` and ``output_tokens``: include the cached tokens and the reasoning tokens;
-- ``estimated_dollars``: the part of ``dollars`` for replies without token counts;
+- ``input_tokens``, ``output_tokens``: including ``cached_tokens`` and ``reasoning_tokens``, respectively;
+- ``estimated_dollars``: the part of ``dollars`` for requests without a reply or token counts, at their maximum cost;
 - ``seconds``: sum of the calls' durations, which may overlap.
 """
 COLUMNS = {

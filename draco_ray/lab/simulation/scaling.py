@@ -41,8 +41,8 @@ def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> li
     """Simulate recorded steps with speeds that are fitted to other steps.
 
     Without ``other``, each step of ``run`` is simulated with the speeds of the run's other steps. With ``other``, each
-    step of ``other`` is simulated with the speeds of all steps of ``run``. The durations of judge phases are drawn at
-    random from the steps that give the speeds; everything else is as recorded in the simulated step.
+    step of ``other`` is simulated with the speeds of all steps of ``run``. Judge phases (duration, requests, tokens)
+    are drawn at random from the steps that give the speeds; everything else is as recorded in the simulated step.
 
     Returns: each recorded step with the median of `DRAWS` simulations.
     """
@@ -115,7 +115,7 @@ def simulate_size(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rol
 def _drawn(run: RecordedRun, setting: ResourceCounts, rollouts: int, seed: int) -> tuple[list[Group], int]:
     """Draw groups of the recorded steps at random for one step of at least ``rollouts`` rollouts.
 
-    Returns: the groups, and the number of groups per update with which the step has as many updates as recorded steps.
+    Returns: the groups, and the number of groups per update that keeps the mean number of updates of a recorded step.
     """
     pool = [group for step in run.steps for group in step.groups]
     count = math.ceil(rollouts / setting.group_size)

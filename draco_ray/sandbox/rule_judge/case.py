@@ -83,7 +83,7 @@ class Case:
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
     def steps_of(self, *operators: str) -> set[int]:
-        """Numbers of the steps of those `conditions` that have one of these operators."""
+        """Step numbers of the `conditions` that have one of these operators."""
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ _COMPARISONS = [(operator, _compiled(words)) for words, operator in DATA["compar
 
 @dataclass(frozen=True, slots=True)
 class NamedList:
-    """A list of items in an app that tasks name, such as the liked songs, and the APIs that read it."""
+    """A list that tasks name, such as the liked songs, and the APIs of its app that read it."""
 
     name: str
     words: re.Pattern[str]
@@ -95,7 +95,7 @@ class Demands:
         return found + ([f"the {self.extreme} of the list"] if self.extreme else [])
 
     def mentions(self, text: str) -> bool:
-        """Whether the task's text contains ``text``; upper and lower case are equal."""
+        """Whether the task's text contains ``text``, ignoring case."""
         return text.strip().lower() in self.text.lower()
 
 

@@ -1,4 +1,4 @@
-"""A rule judge of your own in a few lines: give criteria with a check each; the five phases follow from them.
+"""A rule judge of your own in a few lines: give criteria with a check each, and it answers the prompts of all phases.
 
 It stands in for a judge model when you try an environment without one. Name it in ``judge.rule_judge.use``.
 """

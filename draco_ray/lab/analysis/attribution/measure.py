@@ -24,9 +24,9 @@ Each row also has the values of three rules that need no judge, on the same roll
 or for ``citation_recall`` as many random steps as the judge cites. ``last_step`` blames the last step. ``first_failed``
 blames the first step whose output is an error, or the last step if no output is one.
 
-If the judge's calls about a rollout failed, the rollout has no citations: it counts 0 in ``citation_recall`` and
-``first_error``, and is left out of ``citation_precision``. If no step of a rollout gets a Q, ``hit_at_1`` and
-``blame_auroc`` have the value of chance.
+A rollout without a failed criterion that cites a step, such as one for which the judge's calls failed, counts 0 in
+``citation_recall`` and ``first_error``, and is left out of ``citation_precision``. If no step of a rollout gets a Q,
+``hit_at_1`` and ``blame_auroc`` have the value of chance.
 
 ``false_blame`` is the share of faultless rollouts with a failed criterion. In hard groups, a rollout that only looks
 wrong is faultless. Rollouts without verdicts and criteria whose right verdict is unknown are left out.

@@ -88,10 +88,9 @@ class PlantedRollout:
 
     @property
     def scope(self) -> str:
-        """Scope in the tables that this rollout counts in.
+        """Scope of the rollout in the tables.
 
-        For a rollout with faults in a hard group: ``one fault``, ``two faults`` or ``late fault``. For any other
-        rollout: its `kind`.
+        For faults in a hard group, it is ``one fault``, ``two faults`` or ``late fault``; otherwise it is the `kind`.
         """
         if self.rubric or not self.faults:
             return self.kind

@@ -245,9 +245,9 @@ class Cited(NamedTuple):
 def citation_reliability(citations: Sequence[Cited]) -> float | None:
     """The `reliability` that citations support, with groups in place of questions; None without citations.
 
-    The gain of a citation is a difference of two shares: that of right steps among the cited steps, minus that of right
-    steps among all steps of the rollout. If steps have equal length, the second is the part of the update that right
-    steps get without step credit. Each citation is one observation.
+    A citation's gain is the share of right steps among its cited steps, minus their share among all steps of the
+    rollout. If steps have equal length, the latter is the part of the update that right steps get without step credit.
+    Each citation is one observation.
 
     >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
     >>> round(found, 2)
@@ -292,9 +292,9 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
     """A row for each judge: its recommended reliability (highest first), and what that achieves on other questions.
 
     The questions of unsolved trajectories are divided at random into two halves, ``splits`` times. The reliability
-    measured on one half is applied to the other half, where the bad steps' share of the push |a_j| n_j is computed
-    under three rules: ``uniform`` GRPO, ``draco`` (the paper's rule) and ``calibrated``. The calibrated share is a
-    weighted mean of the other two, because the total push is the same under all rules.
+    measured on one half is applied to the other, where the bad steps' share of the push |a_j| n_j is computed under
+    three rules: ``uniform`` GRPO, ``draco`` (the paper's rule) and ``calibrated``. The calibrated share is a weighted
+    mean of the other two, because the total push is the same under all rules.
 
     ``uniform``, ``draco``, ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, and ``low`` is the
     5th percentile of ``calibrated``. ``within_tolerance`` is the share of splits in which ``calibrated`` is at least
