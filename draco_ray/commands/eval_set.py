@@ -82,7 +82,7 @@ class EvaluatedSetting(BaseModel):
     config: str | None = None
     """Configuration, as in ``draco evaluate --config``."""
     overrides: Words = ()
-    """``KEY=VALUE``, applied after those of the set."""
+    """``KEY=VALUE``, applied after the overrides of the set."""
     api_base: NonEmptyStr | None = None
     api_key_env: NonEmptyStr | None = None
     api_temperature: float | None = Field(None, ge=0)

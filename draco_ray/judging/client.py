@@ -287,7 +287,7 @@ class LiteLLMClient:
         if not self._endpoint_counts:
             arguments.pop("api_base", None)
         if config.rule_judge.start:
-            # Replies depend on rules and error rates. Defaults are left out, so that earlier replies are found.
+            # Replies depend on rules and error rates. Defaults are not part of the key, so that it finds older replies.
             arguments |= config.rule_judge.model_dump(exclude={"start", "latency_seconds"}, exclude_defaults=True)
         return request_key(arguments)
 

@@ -5,7 +5,7 @@ request's actual cost.
 
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
 - Requests: at most the limit in any 60 seconds, spread evenly after a burst.
-- Tokens: at most the limit in any 60 seconds, spread at a multiple of the limit (`PACE`) after a burst. A request in
+- Tokens: at most the limit in any 60 seconds; after a burst, sent at no more than `PACE` times the limit. A request in
   flight counts with its expected tokens: mean plus one standard deviation of earlier requests of its kind, or its
   maximum until enough have ended. A finished request counts with its actual tokens.
 - Order: later phases of a group go before new groups. Otherwise the order is first come, first served; small requests

@@ -139,7 +139,7 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
 
 
 def render_phase(phase: str, folder: Path) -> str:
-    """The prompt of ``phase`` about its example, with the prompt set at ``folder``.
+    """The prompt of ``phase`` for its example inputs, with the prompt set at ``folder``.
 
     Raises:
         ConfigError: the prompt set cannot be used.

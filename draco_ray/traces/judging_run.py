@@ -206,7 +206,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     if not (path / INDEX).is_file() and directory.steps():
         raise ConfigError(f"--out {path}: this is not a run directory of judged traces; choose a new folder")
     if not _begun(path):
-        return  # An earlier process judged nothing there, e.g. because it could not reach the judge.
+        return  # An earlier process left the directory without judgements, e.g. because the judge was unreachable.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
         raise ConfigError(f"--out {path}: contains judgements of other traces or groups; choose a new folder")
     if (changed := _changed(load_config(str(path)), config)) is not None:

@@ -45,7 +45,7 @@ RESULTS = (
     *("functionResponse", "function_response", "tool-return", "retry-prompt", "_call_output"),
     *("functionResult", "function_result"),
 )
-"""`CALLS` and `RESULTS`: endings of the types of parts that are calls or results."""
+"""`CALLS` and `RESULTS`: suffixes by which the type of a message part is that of a call or a result."""
 CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id")
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""

@@ -80,7 +80,7 @@ async def streamed_update(
     whatever can be computed for the other groups before the first update is computed while waiting for it.
 
     Args:
-        learner: with the weights that sampled the groups; each call of ``ray_lora`` runs on every
+        learner: it holds the weights that sampled the groups. The learner ``ray_lora`` runs each call on every
             `draco_ray.learner.worker.LearnerWorker`, in the same order.
         groups: each resolves to a reference to its samples, or None if the group failed; in the batch's order.
         minibatch_prompts: groups per update.

@@ -362,7 +362,7 @@ class Player:
                 raise UnusableTaskset(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
             # This is how the endpoint reports a chat template without tools.
             if refused := re.search(r"the chat template of [^\n]* does not support tools [^\n\"]*", error.message):
-                raise UnusableTaskset(f"taskset {taskset!r} offers the policy tools, but {refused[0]}")
+                raise UnusableTaskset(f"taskset {taskset!r} gives tools to the policy, but {refused[0]}")
 
     def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
         """The record of an episode; with rewards only if requested."""

@@ -74,7 +74,7 @@ class VerifiersEnvironment(Environment):
         try:
             check_tool_calls_parsable(chat, agent.tool_parser)
         except ConfigError as error:
-            raise ConfigError(f"verifiers: {offers} offers the policy tools, but {error}") from None
+            raise ConfigError(f"verifiers: {offers} gives tools to the policy, but {error}") from None
 
     async def open(self, task_id: str) -> VerifiersWorld:
         """See `Environment`."""

@@ -178,7 +178,7 @@ async def test_tools_are_called_as_the_models_chat_template_writes_them(toolless
         assert at.sampler.asked[1] + at.sampler.sampled[1] == played.token_ids_T.tolist()
         # Where it has no place for them no other attempt mends it: the run ends with the first episode.
         with pytest.raises(
-            ConfigError, match=r"offers the policy tools, but .* does not support tools .*chat_template"
+            ConfigError, match=r"gives tools to the policy, but .* does not support tools .*chat_template"
         ):
             await playing(at.environment, toolless).play("find")
 
@@ -240,13 +240,13 @@ def test_a_model_without_tools_is_refused_before_anything_starts_where_tools_are
     with pytest.raises(ConfigError) as caught:
         preflight(toolless, **TOOLS)
     said = str(caught.value)
-    assert "taskset 'verifiers_tools' offers the policy tools" in said
+    assert "taskset 'verifiers_tools' gives tools to the policy" in said
     assert f"the chat template of '{toolless}' does not support tools" in said
     assert "or set model.chat_template" in said
     assert "\n" not in said
     kinds = {"taskset": {"id": str(TASKS)}, "path": [str(TALK)]}
     bash = {"player": {"harness": {"id": "bash"}, "runtime": {"type": "subprocess"}}}
-    with pytest.raises(ConfigError, match="harness 'bash' offers the policy tools"):
+    with pytest.raises(ConfigError, match="harness 'bash' gives tools to the policy"):
         preflight(toolless, **kinds, env=bash)
     preflight(toolless, **kinds)
     preflight(model, **TOOLS)

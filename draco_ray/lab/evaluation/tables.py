@@ -74,7 +74,7 @@ def open_settings(arguments: Sequence[str]) -> dict[str, dict[str, list[Evaluati
     """Label -> split title -> evaluations, from ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``.
 
     Raises:
-        ConfigError: a directory is no evaluation or is a training curve, or as `group_seeds`.
+        ConfigError: a directory is no evaluation or is a training curve; or for the reasons of `group_seeds`.
     """
     opened = []
     for argument in arguments:

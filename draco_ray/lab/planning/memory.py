@@ -268,7 +268,7 @@ def _gathered(
 def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]]:
-    """Activations of all layers during the whole pass, and of a recomputed layer; `kept`: bytes kept per layer."""
+    """Bytes of activations of all layers during the whole pass, and of one recomputed layer; `kept`: bytes per layer."""
     if config.learner.gradient_checkpointing is False:
         return (MemoryItem("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
@@ -433,7 +433,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     convolution = 2 * width * delta.channels
     # Float32 buffers: four each of queries and keys, three of values, five products within a chunk, the chunk's state.
     rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
-    # A float32 model needs no cast, which would make contiguous copies: four matrix products copy an input each.
+    # Casts make inputs contiguous. A float32 model has no casts, so four matrix products copy one input each.
     rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
     gates = (8 * FLOAT32 + width) * heads
     gated_norm = (3 * FLOAT32 + width) * values
