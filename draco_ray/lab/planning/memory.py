@@ -268,7 +268,7 @@ def _gathered(
 def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[MemoryItem, ...], tuple[MemoryItem, ...]]:
-    """Bytes of activations of all layers during the whole pass, and of one recomputed layer; `kept`: bytes per layer."""
+    """Bytes of activations of all layers in the whole pass, and of one recomputed layer; `kept`: bytes per layer."""
     if config.learner.gradient_checkpointing is False:
         return (MemoryItem("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
