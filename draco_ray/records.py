@@ -26,7 +26,7 @@ GAP = -1
 
 TOOLS = "tools"
 """Role of the message in a prompt that lists the tools."""
-PROGRAM = "program"
+PROGRAM_ROLE = "program"
 """Role of the turn that reports how an agent's program ended; it belongs to no branch."""
 
 
@@ -465,7 +465,7 @@ WeightUpdate = Adapter
 """What a learner sends to the engines. To add another kind, e.g. full weights, define ``Adapter | Other`` and handle it
 in `draco_ray.engine.vllm_engine.VllmEngine.load`."""
 
-LOST = "the rollout was lost"
+LOST_ROLLOUT = "the rollout was lost"
 """Entry in the failures of an `Evaluation` whose rollout was lost."""
 
 
@@ -495,7 +495,7 @@ class Evaluation:
 
         Such a rollout counts as a failure; reports also state the number of lost rollouts.
         """
-        return LOST in self.failures
+        return LOST_ROLLOUT in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -525,6 +525,6 @@ def lost_evaluation(task: Task, run: int) -> Evaluation:
         turns=0,
         ended=EpisodeEnd.SERVER_ERROR,
         termination=Termination.SERVER_ERROR,
-        failures=(LOST,),
+        failures=(LOST_ROLLOUT,),
         scenario=task.scenario,
     )

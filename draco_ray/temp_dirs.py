@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-PREFIX = f"draco-{zlib.crc32(os.uname().nodename.encode()) & 0xFFFFFF:06x}-"
+TEMP_DIR_PREFIX = f"draco-{zlib.crc32(os.uname().nodename.encode()) & 0xFFFFFF:06x}-"
 """Contains a hash of the host name: locks may not be visible across hosts. It is short, because Unix
 socket paths must be."""
 
@@ -67,7 +67,7 @@ def _root(place: Path) -> Path:
             return root
     remove_abandoned(place)
     while True:
-        root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
+        root = Path(tempfile.mkdtemp(prefix=TEMP_DIR_PREFIX, dir=place))
         # Until the root is locked, another process may take it for abandoned and remove it.
         with contextlib.suppress(FileNotFoundError):
             lock = lock_shared(root)
@@ -81,7 +81,7 @@ def _root(place: Path) -> Path:
 
 def remove_abandoned(place: Path) -> None:
     """Remove the abandoned roots of this host in ``place``."""
-    for left in place.glob(f"{PREFIX}*"):
+    for left in place.glob(f"{TEMP_DIR_PREFIX}*"):
         with contextlib.suppress(OSError):  # The root belongs to another user, or was just removed.
             lock = try_lock(left)
             if lock is not None:

@@ -37,7 +37,7 @@ from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_
 from draco_ray.algorithm.computer import local_advantages
 from draco_ray.config.load import load_config
 from draco_ray.config.plans import PLANS
-from draco_ray.config.schema import FILES, AlgorithmConfig, DracoConfig, JudgeConfig
+from draco_ray.config.schema import FILES_PREFIX, AlgorithmConfig, DracoConfig, JudgeConfig
 from draco_ray.errors import DracoError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
@@ -267,10 +267,10 @@ def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str,
 
     async def under(plan: str) -> Rejudged:
         chosen = with_plan(config, plan)
-        if not judge.startswith(FILES):
+        if not judge.startswith(FILES_PREFIX):
             return await rejudge(chosen, groups, configured_rules(chosen.judge, chosen.seed), visits)
-        folder = Path(judge.removeprefix(FILES)).resolve() / plan
-        chosen = chosen.updated(judge={"model": f"{FILES}{folder}"})
+        folder = Path(judge.removeprefix(FILES_PREFIX)).resolve() / plan
+        chosen = chosen.updated(judge={"model": f"{FILES_PREFIX}{folder}"})
         return await rejudge(chosen, groups, FileJudge(folder, chosen.judge.model), visits)
 
     async def all_of_them() -> list[Rejudged]:

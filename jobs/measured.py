@@ -25,7 +25,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.pricing import reply_cost
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.rows import Row
@@ -309,7 +309,7 @@ def _rollouts(line: Mapping[str, Any]) -> list[Evaluation]:
             total_tests=1,
             turns=turns,
             ended=EpisodeEnd.UNSTATED,
-            failures=(LOST,) if run in line["lost"] else (),
+            failures=(LOST_ROLLOUT,) if run in line["lost"] else (),
         )
         for run, (success, turns) in enumerate(zip(line["success"], line["turns"], strict=True))
     ]

@@ -87,7 +87,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]
-LEVELS = [pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.LEVELS]
+LEVELS = [
+    pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.ISOLATION_LEVELS
+]
 """Levels of isolation, for tests that have one as a parameter."""
 SANDBOX_WORLD = {"seed": 7, "limit": 2, "users": 20}
 HARD_WORLD = {"seed": 7, "limit": 9, "users": 20, "variety": "hard"}

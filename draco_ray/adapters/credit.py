@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from draco_ray.adapters.conversations import Judging
 from draco_ray.adapters.per_token_advantages import sampled_spans
 from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore, digest
-from draco_ray.traces.entry import AGENT, EARLIER
+from draco_ray.traces.entry import AGENT, EARLIER_AGENT
 from draco_ray.traces.library import JudgeOptions
 
 
@@ -107,9 +107,9 @@ def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
 
 
 def prompt_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A prompt as messages. Assistant messages get the role `EARLIER`, because the policy did not sample them."""
+    """A prompt as messages. Assistant messages get the role `EARLIER_AGENT`, because the policy did not sample them."""
     given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
-    return [{**each, "role": EARLIER} if each.get("role") == AGENT else each for each in given]
+    return [{**each, "role": EARLIER_AGENT} if each.get("role") == AGENT else each for each in given]
 
 
 def conversation_of_tokens(

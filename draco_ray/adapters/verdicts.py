@@ -38,7 +38,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 Missing = Literal["error", "uniform"]
-TABLE = "CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, verdict, PRIMARY KEY (uid, grp, sample))"
+CREATE_TABLE_SQL = "CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, verdict, PRIMARY KEY (uid, grp, sample))"
 
 
 class MissingVerdict(DracoError):
@@ -92,7 +92,7 @@ class StepVerdict:
         return cls(reward=judged.trace.reward, quality=tuple(judged.quality), acted=judged.acted, tokens=counts)
 
 
-VERDICT = TypeAdapter(StepVerdict)
+VERDICT_ADAPTER = TypeAdapter(StepVerdict)
 
 
 class VerdictStore:
@@ -120,7 +120,7 @@ class VerdictStore:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
                 connection.execute("PRAGMA journal_mode=WAL")
-                connection.execute(TABLE)
+                connection.execute(CREATE_TABLE_SQL)
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"verdict store {self.path}: {error}; expected a writable file") from error
 
@@ -149,7 +149,7 @@ class VerdictStore:
         query = "SELECT verdict FROM verdicts WHERE uid = ? AND grp = ? AND sample = ?"
         with self._open() as connection:
             rows = [connection.execute(query, key).fetchone() for key in keys]
-        return [None if row is None else VERDICT.validate_json(row[0]) for row in rows]
+        return [None if row is None else VERDICT_ADAPTER.validate_json(row[0]) for row in rows]
 
     def spread(self, keys: Sequence[TrajectoryKey], advantages: ArrayLike, mask: ArrayLike) -> FloatArray:
         """Spread each trajectory's advantage over the tokens of its steps (Eq. `credit`).

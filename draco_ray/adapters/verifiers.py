@@ -21,7 +21,7 @@ from draco_ray.adapters.per_token_advantages import spread_rows
 from draco_ray.algorithm.equations import group_advantages_G
 from draco_ray.traces.results import JudgedTrace
 
-NAME = "draco"
+REWARD_NAME = "draco"
 
 
 async def score_group(traces: Sequence[Any], model: str | Judging, **options: Any) -> list[JudgedTrace | None]:
@@ -49,7 +49,7 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
 
 
 async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedConversation | None]:
-    """Judge traces of one task and add the reward `NAME` to them.
+    """Judge traces of one task and add the reward `REWARD_NAME` to them.
 
     Returns: one result per trace; None for a trace that could not be judged, which gets no reward.
     Raises: as `draco_ray.judge`.
@@ -66,7 +66,7 @@ async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedCo
         for each in (await judging(records) if records else [])
     ]
     for trace, each in zip(traces, judged, strict=True):
-        trace.rewards[NAME] = None if each is None else vf.Reward(score=each.trace.reward)
+        trace.rewards[REWARD_NAME] = None if each is None else vf.Reward(score=each.trace.reward)
     return judged
 
 

@@ -15,9 +15,9 @@ group differ much, or if all rollouts of a group are hacks.
 `drift` is a test by betting (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided equally among bets,
 one for each combination of a pass share h and a stake. Each group with a best and a middle rollout multiplies the
 capital of a bet by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis (no hack) the total
-capital does not grow in expectation. So the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville's
-inequality), however often it is looked at and whatever the distributions are. To find a hack that begins late, a part
-1 / (k (k + 1)) of the capital is not used before step k (arXiv 2203.03532).
+capital does not grow in expectation. So the probability that it ever reaches 1 / `SIGNIFICANCE_LEVEL` is at most
+`SIGNIFICANCE_LEVEL` (Ville's inequality), however often it is looked at and whatever the distributions are. To find a
+hack that begins late, a part 1 / (k (k + 1)) of the capital is not used before step k (arXiv 2203.03532).
 
 `drift` also flags two cases without a hack: the main judge passes whole rollouts by mistake, or the held-out judge
 fails the best rollouts by mistake. It does not detect a hack that the held-out judge rates like a middle rollout.
@@ -42,19 +42,19 @@ import numpy as np
 
 from draco_ray.records import FloatArray
 
-LEVEL = 0.025
+SIGNIFICANCE_LEVEL = 0.025
 """Maximum probability that `drift` ever flags a run without a hack."""
 SHARES_H = np.arange(1, 10) / 10
 STAKES_S = np.array([0.2, 0.5, 0.8])
-MOST = 20.0
+MAX_LOG_FACTOR = 20.0
 """Maximum logarithm of the factor by which a bet may grow. It keeps numbers finite and only makes the test stricter."""
-SHOWN = 200
+EXCESS_WINDOW = 200
 """Number of latest pairs from which `Drift.excess` is computed."""
-FEWEST = 16
+MIN_GROUPS = 16
 """Minimum number of groups in each of the two ranges of steps that `pass_rate_fall` compares."""
-TINY = 1e-12
+EPSILON = 1e-12
 """Keeps logarithms and quotients finite where all shares are 0 or 1."""
-LATEST = 500
+MAX_STEPS = 500
 """Number of latest steps that `pass_rate_fall` compares: time and memory grow with its square."""
 
 Pair = Sequence[float]
@@ -72,14 +72,14 @@ class Drift:
     excess: float
     low: float
     high: float
-    """``excess``: among the last `SHOWN` pairs, the fraction of best rollouts whose pass share is below h, minus the
-    fraction of middle rollouts below h. ``low`` and ``high``: its 95 % interval, which ignores that h was chosen from
-    the same data."""
+    """``excess``: among the last `EXCESS_WINDOW` pairs, the fraction of best rollouts whose pass share is below h,
+    minus the fraction of middle rollouts below h. ``low`` and ``high``: its 95 % interval, which ignores that h was
+    chosen from the same data."""
 
     @property
     def significant(self) -> bool:
         """Whether there is enough evidence to flag the run."""
-        return self.evidence >= 1 / LEVEL
+        return self.evidence >= 1 / SIGNIFICANCE_LEVEL
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
         np.log1p(STAKES_S)[:, None] * wins_TH[:, None, :] + np.log1p(-STAKES_S)[:, None] * losses_TH[:, None, :]
     )
     first_T = np.arange(1, count + 1)
-    capital_SH = np.tensordot(1 / (first_T * (first_T + 1)), np.exp(np.minimum(growth_TSH, MOST)), axes=1)
+    capital_SH = np.tensordot(1 / (first_T * (first_T + 1)), np.exp(np.minimum(growth_TSH, MAX_LOG_FACTOR)), axes=1)
     most = int(capital_SH.sum(axis=0).argmax())
-    last_N = won_NH[-SHOWN:, most]
+    last_N = won_NH[-EXCESS_WINDOW:, most]
     excess, half = float(last_N.mean()), 1.96 * float(last_N.std()) / len(last_N) ** 0.5
     evidence = float(capital_SH.mean()) + 1 / (count + 1)
     return Drift(evidence, float(SHARES_H[most]), excess, excess - half, excess + half)
@@ -160,21 +160,21 @@ def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
         steps: one list per step, which may be empty. It contains, for each group that the held-out judge scored, the
             mean pass share of the half with the highest rewards.
 
-    Returns: None while there are too few groups for two ranges of `FEWEST` groups each.
+    Returns: None while there are too few groups for two ranges of `MIN_GROUPS` groups each.
 
     >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
     False
     >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
     True
     """
-    steps = steps[-LATEST:]
+    steps = steps[-MAX_STEPS:]
     groups_T, sum_T, square_T = (
         np.cumsum([0.0, *(sum(share**power for share in step) for step in steps)]) for power in (0, 1, 2)
     )
     # All pairs of an earlier range, from step `first` until before `since`, and a later range, from `since` to the end.
     first, since = np.triu_indices(len(steps), 1)
     before, after = groups_T[since] - groups_T[first], groups_T[-1] - groups_T[since]
-    enough = (before >= FEWEST) & (after >= FEWEST)
+    enough = (before >= MIN_GROUPS) & (after >= MIN_GROUPS)
     if not enough.any():
         return None
     first, since, before, after = first[enough], since[enough], before[enough], after[enough]
@@ -183,7 +183,7 @@ def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
     mean = (sum_T[-1] - sum_T[first]) / both
     variance = np.maximum(square_T[-1] - square_T[first] - both * mean**2, 0) / (both - 1)
     gain = before * _divergence(mean_before, mean) + after * _divergence(mean_after, mean)
-    ratio = 2 * gain / np.maximum(variance / np.maximum(mean * (1 - mean), TINY), TINY)
+    ratio = 2 * gain / np.maximum(variance / np.maximum(mean * (1 - mean), EPSILON), EPSILON)
     size = mean_before - mean_after
     most = int((np.sign(size) * ratio).argmax())
     half = 1.96 * math.sqrt(variance[most] * (1 / before[most] + 1 / after[most]))
@@ -193,6 +193,6 @@ def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
 
 def _divergence(share: FloatArray, mean: FloatArray) -> FloatArray:
     """Kullback-Leibler divergence of two Bernoulli rates, in nats."""
-    share, mean = (np.clip(each, TINY, 1 - TINY) for each in (share, mean))
+    share, mean = (np.clip(each, EPSILON, 1 - EPSILON) for each in (share, mean))
     divergence: FloatArray = share * np.log(share / mean) + (1 - share) * np.log((1 - share) / (1 - mean))
     return divergence

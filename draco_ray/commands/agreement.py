@@ -14,7 +14,7 @@ from draco_ray.lab.files import create_output_folder
 from draco_ray.lab.rows import finite_or_none
 from draco_ray.terminal import console, counted
 
-KEYS = ("run", "judge", "citation_overlap", "unanswered")
+HIDDEN_COLUMNS = ("run", "judge", "citation_overlap", "unanswered")
 """Columns that are not printed in the tables of people's labels."""
 
 
@@ -36,11 +36,11 @@ def agreement(paths: Sequence[Path], *, out: Path | None) -> list[Path]:
     tables = {}
     if any(label.verdict is not None for label in labels):
         tables["agreement"] = human_agreement(labels)
-        print_overall("the judge against people", tables["agreement"], KEYS)
+        print_overall("the judge against people", tables["agreement"], HIDDEN_COLUMNS)
     people = inter_annotator_agreement(labels)
     if people.num_rows:
         tables["people"] = people
-        print_overall("people against each other, on verdicts that two people labelled", people, KEYS)
+        print_overall("people against each other, on verdicts that two people labelled", people, HIDDEN_COLUMNS)
     _print_citations(labels)
     return [path for name, table in tables.items() if folder for path in write_table(table, folder, name)]
 

@@ -9,12 +9,12 @@ import pyarrow as pa
 
 from draco_ray.commands.printing import print_table, with_interval
 from draco_ray.commands.replay import judges_own_config
-from draco_ray.config.schema import RULES as RULE_JUDGE
+from draco_ray.config.schema import RULE_JUDGE
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
-from draco_ray.lab.analysis.attribution.measure import RULES, measures
+from draco_ray.lab.analysis.attribution.measure import BASELINES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
@@ -25,7 +25,7 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     read_step_labels,
 )
 from draco_ray.lab.analysis.judges import (
-    OWN,
+    OWN_JUDGE,
     NamedJudge,
     RuleCompleter,
     folder_name,
@@ -42,7 +42,7 @@ from draco_ray.terminal import console
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
-SPLITS = 200
+RANDOM_SPLITS = 200
 """With --labels: number of random divisions of the questions into two halves."""
 CALIBRATION = ("reliability", "uniform", "draco", "calibrated", "low", "shrunk", "within_tolerance")
 ERRORS = ("false_pass", "false_fail", "wrong_step")
@@ -101,7 +101,7 @@ def attribution_bench(
         f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with planted faults; "
         f"judge {judge_description(judge.model, settings)}"
     )
-    name = settings.model if judge.model == OWN else judge.model
+    name = settings.model if judge.model == OWN_JUDGE else judge.model
     name += f", {wrong_step:.0%} of steps wrong" if wrong_step else ""
     noisy = RuleCompleter(Noise(wrong_step=wrong_step).blur(answer)) if wrong_step else None
     complete = noisy or open_completer(settings, configured.seed)
@@ -123,7 +123,7 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
     """
     create_output_folder(out)
     found = read_step_labels(path)
-    measured, calibrated = label_rows(found), calibration_rows(found, splits=SPLITS)
+    measured, calibrated = label_rows(found), calibration_rows(found, splits=RANDOM_SPLITS)
     scopes = grouped(measured.to_pylist(), "scope")
     for scope, title in (
         (EVERYTHING, "share of the advantage that falls on bad steps"),
@@ -141,7 +141,8 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
             },
         )
     print_table(
-        f"recommended algorithm.reliability; {SPLITS} splits by question: measured on one half, used on the other",
+        f"recommended algorithm.reliability; {RANDOM_SPLITS} splits by question: measured on one half, used on the "
+        "other",
         ["", *CALIBRATION],
         {row["judge"]: [row[head] for head in CALIBRATION] for row in calibrated.to_pylist()},
     )
@@ -155,7 +156,7 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
 
 def _print(found: pa.Table) -> None:
     rows = found.to_pylist()
-    heads = ("observations", "value", "low", "high", *RULES)
+    heads = ("observations", "value", "low", "high", *BASELINES)
     whole = {row["measure"]: [row[head] for head in heads] for row in rows if row["scope"] == "all"}
     print_table("all planted faults", ["", *heads], whole)
     shown = grouped((row for row in rows if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all"), "scope")

@@ -32,7 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from draco_ray.commands.evaluate import READ, RUNS, EvaluateOptions, find_policy_and_config, print_tables
+from draco_ray.commands.evaluate import RUNS, SECTIONS_READ, EvaluateOptions, find_policy_and_config, print_tables
 from draco_ray.config.file_names import validate_file_name
 from draco_ray.config.ineffective_keys import check_effective
 from draco_ray.config.load import read_tree
@@ -229,7 +229,7 @@ def evaluate_set(
         raise ConfigError(f"--against {against!r}: expected one of {', '.join(wanted.settings)}")
     typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
     idle = {"tau_bench.trials": "together with runs"} if wanted.runs is not None else {}
-    check_effective("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
+    check_effective("draco eval-set", typed, (*SECTIONS_READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out, retry_errors=retry_errors, trust=trust)
     # Check all evaluations before the first one runs.
     ready = {each: _prepare(each, wanted.max_lost_share, starter) for each in planned}

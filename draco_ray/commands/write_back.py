@@ -18,9 +18,9 @@ from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.pass_share import Line
 from draco_ray.terminal import console, counted
 
-SHARE = "pass share"
-VALUES = {"PASS": 1.0, "FAIL": 0.0}
-BATCH = 200
+SCORE_NAME = "pass share"
+VERDICT_VALUES = {"PASS": 1.0, "FAIL": 0.0}
+MAX_BATCH = 200
 """Maximum number of records in one request."""
 Score = dict[str, Any]
 
@@ -30,9 +30,9 @@ def scores(lines: Sequence[Line]) -> Iterator[Score]:
     for line in lines:
         trace = line["trace_id"] or line["task_id"]
         if line["pass_share"] is not None:
-            yield {"trace": trace, "name": SHARE, "value": line["pass_share"], "label": None, "why": ""}
+            yield {"trace": trace, "name": SCORE_NAME, "value": line["pass_share"], "label": None, "why": ""}
         for verdict in line["verdicts"] or ():
-            if (value := VALUES.get(verdict["verdict"])) is not None:
+            if (value := VERDICT_VALUES.get(verdict["verdict"])) is not None:
                 steps = f" (step {', '.join(map(str, verdict['steps']))})" if verdict["steps"] else ""
                 why = (verdict["explanation"] or verdict["justification"]) + steps
                 yield {
@@ -92,7 +92,7 @@ class Target(NamedTuple):
     record: Callable[[Score], dict[str, Any]]
     body: Callable[[list[dict[str, Any]]], dict[str, Any]]
     """The body of a request with these records."""
-    batch: int = BATCH
+    batch: int = MAX_BATCH
 
 
 TARGETS = {

@@ -17,7 +17,7 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 """Version of the schema of run directories; run directories of other versions are refused."""
-FILE = "run.json"
+RUN_FILE = "run.json"
 _KEY_BYTES = 32
 
 
@@ -33,13 +33,13 @@ def sign_config(run: Path, *configs: str) -> None:
         "config_sha256": " ".join(map(_digest, configs)),
         "signature": " ".join(filter(None, signatures)) or None,
     }
-    write_private(run / FILE, json.dumps(origin) + "\n")
+    write_private(run / RUN_FILE, json.dumps(origin) + "\n")
 
 
 def is_run_directory(path: Path) -> bool:
     """Whether this folder is a run directory."""
     beside = ("metrics.jsonl", "tables", "checkpoints", "judge_cache")
-    return (path / FILE).exists() or (
+    return (path / RUN_FILE).exists() or (
         (path / "config.yaml").exists() and any((path / name).exists() for name in beside)
     )
 
@@ -61,9 +61,9 @@ def config_edit_problem(run: Path, config_yaml: str) -> str | None:
 
 def _written(run: Path, key: str) -> str | None:
     try:
-        if not (run / FILE).is_file():
+        if not (run / RUN_FILE).is_file():
             return None
-        found = json.loads((run / FILE).read_text(encoding="utf-8"))[key]
+        found = json.loads((run / RUN_FILE).read_text(encoding="utf-8"))[key]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return found if isinstance(found, str) else None

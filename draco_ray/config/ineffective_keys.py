@@ -57,7 +57,7 @@ TRAINING = (
     *("watch", "run", "ray"),
 )
 """Sections used by training."""
-SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury", "strong", "fallbacks")
+ENDPOINT_KEYS = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury", "strong", "fallbacks")
 """Keys of ``judge`` that apply only to a model behind an endpoint."""
 
 
@@ -72,9 +72,9 @@ def ineffective_judge_keys(config: DracoConfig) -> dict[str, str]:
         if not on:
             idle |= {part: f"without {part}.{switch}=true", f"{part}.{switch}": ""}
     if judge.self_judge.enabled:
-        idle |= {f"judge.{key}": "with judge.self_judge.enabled=true" for key in SENT}
+        idle |= {f"judge.{key}": "with judge.self_judge.enabled=true" for key in ENDPOINT_KEYS}
     if judge.files is not None:
-        keys = (*SENT[:4], "api_base", "api_key_env", "temperature", "structured_output", "limits", "cache")
+        keys = (*ENDPOINT_KEYS[:4], "api_base", "api_key_env", "temperature", "structured_output", "limits", "cache")
         idle |= {f"judge.{key}": f"with judge.model={judge.model}, which answers through files" for key in keys}
     if not judge.jury:
         idle["judge.strong"] = "without judge.jury: the strong judge only decides where jury and judge differ"

@@ -312,20 +312,20 @@ class Price(TokenPrices):
 
 LOCAL_PROVIDER = "hosted_vllm/"
 """LiteLLM's prefix for a self-hosted vLLM server."""
-RULES = "rules"
+RULE_JUDGE = "rules"
 """Name of the offline rule judge of the sandbox."""
-FILES = "files:"
+FILES_PREFIX = "files:"
 """Prefix of a judge that answers through files in a directory (`draco_ray.judging.file_judge`)."""
 
 
 def _with_absolute_path(model: str) -> str:
-    if not model.startswith(FILES):
+    if not model.startswith(FILES_PREFIX):
         return model
-    folder = model.removeprefix(FILES)
+    folder = model.removeprefix(FILES_PREFIX)
     if not folder or Path(folder).is_file():
         raise ValueError(f"{model}: expected files: and the path of a directory, e.g. files:answers")
     # Make the path absolute, because judge workers have other working directories.
-    return f"{FILES}{Path(folder).absolute()}"
+    return f"{FILES_PREFIX}{Path(folder).absolute()}"
 
 
 Model = Annotated[str, AfterValidator(_with_absolute_path)]
@@ -563,7 +563,7 @@ class JudgeConfig(ConfigSection):
     @property
     def files(self) -> Path | None:
         """Directory of a judge that answers through files; None for any other judge."""
-        return Path(self.model.removeprefix(FILES)).absolute() if self.model.startswith(FILES) else None
+        return Path(self.model.removeprefix(FILES_PREFIX)).absolute() if self.model.startswith(FILES_PREFIX) else None
 
     @model_validator(mode="after")
     def _held_out(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Any
 
 _LENGTH = "agent.max_prompt_length and agent.max_response_length"
 _SPLIT = "engine.tensor_parallel and engine.engines"
-TAKEN = {
+RESERVED_ARGUMENTS = {
     "model": "model.path",
     "model_weights": "model.path",
     "tokenizer": "model.path",
@@ -29,7 +29,7 @@ TAKEN = {
     "logits_processors": "engine.temperature, engine.top_p and engine.top_k",
 }
 """vLLM's name -> the key to use instead."""
-FIXED = (
+FIXED_ARGUMENTS = (
     *("enable_lora", "max_loras", "logprobs_mode", "skip_tokenizer_init", "tokens_only", "runner", "convert"),
     *("language_model_only", "distributed_executor_backend", "disable_log_stats", "use_tqdm_on_load"),
 )
@@ -48,10 +48,10 @@ def argument_problem(arguments: Mapping[str, Any], *, cpu: bool) -> str | None:
         cpu: whether the engine runs on the CPU.
     """
     for name in arguments:
-        if name in TAKEN:
-            return f"{name} cannot be set here; set {TAKEN[name]} instead"
-        if name in FIXED or (cpu and name in FIXED_ON_CPU):
-            where = "" if name in FIXED else " on the CPU"
+        if name in RESERVED_ARGUMENTS:
+            return f"{name} cannot be set here; set {RESERVED_ARGUMENTS[name]} instead"
+        if name in FIXED_ARGUMENTS or (cpu and name in FIXED_ON_CPU):
+            where = "" if name in FIXED_ARGUMENTS else " on the CPU"
             return f"{name} cannot be changed{where}, because the engine depends on its value; leave it out"
     speculative = arguments.get("speculative_config")
     if isinstance(speculative, Mapping) and speculative.get("rejection_sample_method") == "synthetic":

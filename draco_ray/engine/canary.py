@@ -21,12 +21,12 @@ import numpy as np
 from draco_ray.errors import CanaryFailed
 from draco_ray.records import BoolArray, FloatArray
 
-BAND = 2.0
+MAX_GAP_RATIO = 2.0
 """Maximum gap that counts as rounding, as a multiple of a reference gap: the gap at the first step or the gap without
 the adapter, whichever is larger."""
 OTHER_BASE = 4.0
 """Maximum gap without the adapter, as a multiple of the tolerance; a larger gap means different base models."""
-CERTAIN = 6.0
+MIN_STANDARD_ERRORS = 6.0
 """Minimum difference, in standard errors, between the engine's distances to the learner's policy and to its base model;
 smaller differences count as rounding."""
 
@@ -68,7 +68,7 @@ class CanaryReading:
     @property
     def live(self) -> bool:
         """Whether the adapter certainly has an effect: it changes the engine's log-probs by more than rounding does."""
-        return self.nearness > CERTAIN or self.shift_max > self.noise_max == 0
+        return self.nearness > MIN_STANDARD_ERRORS or self.shift_max > self.noise_max == 0
 
 
 class Probe(NamedTuple):
@@ -97,8 +97,8 @@ async def run_canary(
         tolerance: mean gap that is always accepted, nats.
         first: mean gap of the run's first step, nats; None: this is the first step.
     Raises: CanaryFailed if a value is not finite, the base models differ, the adapter has no effect in the engine but
-        one in the learner, the mean gap is above both the tolerance and `BAND` times the larger of the first step's gap
-        and the gap without the adapter, or the engine is closer to the learner's base model.
+        one in the learner, the mean gap is above both the tolerance and `MAX_GAP_RATIO` times the larger of the first
+        step's gap and the gap without the adapter, or the engine is closer to the learner's base model.
     """
     where = f"engine {engine.name}, adapter version {version}"
     on: list[FloatArray] = []
@@ -153,17 +153,17 @@ async def run_canary(
             f"{where}: the adapter has no effect in the engine: log-probs with and without it are equal, but the "
             "learner's differ; compare the adapter's tensor names with the engine's modules"
         )
-    band = max(tolerance, BAND * max(reading.base_gap_mean, first or 0.0))
+    band = max(tolerance, MAX_GAP_RATIO * max(reading.base_gap_mean, first or 0.0))
     if reading.gap_mean > band:
         usual = "" if first is None else f", {first:.4f} at the first step"
         raise CanaryFailed(
             f"{where}: engine and learner differ by {reading.gap_mean:.4f} nats per token on average (largest "
             f"{reading.gap_max:.4f}; {reading.base_gap_mean:.4f} without the adapter{usual}); expected at most "
-            f"{band:.4g}: {BAND:g} times the difference without the adapter or at the first step, whichever is larger, "
-            f"but at least engine.canary_tolerance = {tolerance}; the engine does not serve the weights that the "
-            "learner trained"
+            f"{band:.4g}: {MAX_GAP_RATIO:g} times the difference without the adapter or at the first step, whichever "
+            f"is larger, but at least engine.canary_tolerance = {tolerance}; the engine does not serve the weights "
+            "that the learner trained"
         )
-    if reading.nearness < -CERTAIN:
+    if reading.nearness < -MIN_STANDARD_ERRORS:
         raise CanaryFailed(
             f"{where}: the engine's log-probs are closer to the base model than to the trained policy, by "
             f"{-reading.nearness:.1f} standard errors (gap {reading.gap_mean:.4f} nats per token, "

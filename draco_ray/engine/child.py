@@ -33,7 +33,7 @@ def die_with_parent() -> None:
     threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
 
 
-MASK = "***"
+KEY_MASK = "***"
 SHORTEST_KEY = 6
 """Minimum length of a key that is masked, in characters; masking shorter keys would hide parts of words."""
 END_SECONDS = 15.0
@@ -48,7 +48,7 @@ class Scrubber:
     def text(self, text: str) -> str:
         """``text`` with every key masked."""
         for key in self._keys:
-            text = text.replace(key, MASK)
+            text = text.replace(key, KEY_MASK)
         return text
 
     def file(self, path: Path) -> None:

@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.05
 """Interval at which a caller looks whether enough engines are up, or one is lost for good."""
 STATISTICS_SECONDS = 2.0
 """Timeout for the statistics of an engine."""
-AWAY = (RayActorError, EngineNotReady)
+LOST_ENGINE_ERRORS = (RayActorError, EngineNotReady)
 """Errors of calls to an engine that is lost, or whose new process has not loaded the model yet."""
 
 
@@ -172,7 +172,7 @@ class EngineFleet:
         async def unless_away(place: PooledWorker[int]) -> None:
             try:
                 await work(place.worker)
-            except AWAY as error:
+            except LOST_ENGINE_ERRORS as error:
                 log.warning("engine %d is unavailable: %s", place.worker, first_line(error))
                 self.workers.mark_down(place)
 

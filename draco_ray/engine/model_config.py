@@ -17,28 +17,28 @@ from typing import Any
 from draco_ray.config.schema import LearnerConfig
 from draco_ray.errors import ConfigError
 
-TABLE: dict[str, dict[str, Any]] = json.loads(
+SHAPES: dict[str, dict[str, Any]] = json.loads(
     files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
 )
 """Shapes of the presets' models by hub name, stored because the base install cannot build models to measure them."""
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in SHAPES.items()}
 """Values from these models' public ``config.json`` that determine their size and maximum context length."""
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral")
 """Model types of mixtures of experts for which learner and engine were compared; others are refused."""
 NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of ``config.json`` for the number of experts of a layer."""
-MATRICES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+EXPERT_SUFFIXES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
 """Suffixes of the names of one expert's matrices, or of the matrices of all experts of a layer."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 MLPS = ("mlp", "block_sparse_moe")
 """Names of the experts' parent module, in memory and in checkpoints."""
 HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
 """Keys of ``config.json`` for numbers of heads, which are divided among workers that share a micro-batch."""
-REPEATED = "num_key_value_heads"
+KV_HEADS_KEY = "num_key_value_heads"
 SPLIT_KEYS = (
     "num_attention_heads",
-    REPEATED,
+    KV_HEADS_KEY,
     "linear_num_value_heads",
     "linear_num_key_heads",
     "intermediate_size",
@@ -96,7 +96,7 @@ def find_router_or_expert(target: str, layers: int, experts: int) -> str | None:
     """The first router or expert whose name matches a regular expression; None: no match."""
     wanted = re.compile(target)
     groups = ["experts", *(f"experts.{index}" for index in range(experts))]
-    below = [*ROUTERS, *(f"{group}{matrix}" for group in groups for matrix in MATRICES)]
+    below = [*ROUTERS, *(f"{group}{matrix}" for group in groups for matrix in EXPERT_SUFFIXES)]
     names = (f"model.layers.{layer}.{mlp}.{name}" for layer in range(layers) for mlp in MLPS for name in below)
     return next((name for name in names if wanted.fullmatch(name)), None)
 
@@ -250,11 +250,11 @@ def check_tensor_parallel(config: Mapping[str, Any], parallel: int, source: str)
     text = language_config(config)
 
     def splits(gpus: int) -> bool:
-        return all(number % gpus == 0 or (key == REPEATED and gpus % number == 0) for key, number in found.items())
+        return all(number % gpus == 0 or (key == KV_HEADS_KEY and gpus % number == 0) for key, number in found.items())
 
     found = {key: number for key in SPLIT_KEYS if isinstance(number := text.get(key), int) and number > 0}
     for key, number in found.items():
-        if number % parallel and not (key == REPEATED and parallel % number == 0):
+        if number % parallel and not (key == KV_HEADS_KEY and parallel % number == 0):
             fitting = ", ".join(str(gpus) for gpus in range(1, min(found.values()) * 4 + 1) if splits(gpus))
             raise ConfigError(
                 f"engine.tensor_parallel={parallel} does not divide model {source} ({key}={number}); expected one of "

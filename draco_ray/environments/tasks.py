@@ -23,9 +23,9 @@ from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
-WORKSPACE = "workspace"
+WORKSPACE_FIELD = "workspace"
 """Field of an open task: path of the rollout's own folder, whose files an evaluator can read."""
-KEPT = "kept"
+KEPT_FOLDER = "kept"
 """Folder in the workspace whose files are kept with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
@@ -100,7 +100,7 @@ class FolderWorld:
         self._held = PrivateTempDir()
         self._folder = self._held.path
         self._output: str | None = None
-        self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
+        self.task = replace(task, fields={**task.fields, WORKSPACE_FIELD: str(self._folder)})
 
     async def act(self, action: str) -> str:
         """Store the output of the agent's program for `evaluate`."""
@@ -132,7 +132,7 @@ class FolderWorld:
 
     async def keep(self, folder: Path) -> None:
         """See `draco_ray.environments.base.GuardedWorld.keep`."""
-        if (kept := self._folder / KEPT).is_dir():
+        if (kept := self._folder / KEPT_FOLDER).is_dir():
             await asyncio.to_thread(shutil.copytree, kept, folder, symlinks=True)
 
     async def close(self) -> None:

@@ -35,10 +35,9 @@ from draco_ray.environments.jail.launch import (
     jail_command,
     link_package,
 )
-from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
+from draco_ray.environments.jail.program import LAUNCH_PATH, LIFELINE, ProgramLaunch
 from draco_ray.environments.program import PASSED, Command, ProgramResult, passed_env_vars, run_program
-from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
-from draco_ray.environments.tasks import FolderWorld, TasksEnvironment, TasksOptions
+from draco_ray.environments.tasks import WORKSPACE_FIELD, FolderWorld, TasksEnvironment, TasksOptions
 from draco_ray.environments.tools.rows import Row
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
 from draco_ray.records import Task
@@ -47,7 +46,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _SYSTEM = ("/usr", "/bin", "/etc/alternatives")
-_RUN = Path(LAUNCH).parent
+_RUN = Path(LAUNCH_PATH).parent
 _TESTS = f"{_RUN}/tests"
 _IN_CONTAINER = (
     "python3",
@@ -266,7 +265,7 @@ class Workspace(FolderWorld):
             ),
             network=options.network,
             workspace=str(self._folder),
-            mapped={LAUNCH: str(described), **(mapped or {})},
+            mapped={LAUNCH_PATH: str(described), **(mapped or {})},
         )
         program = link_package(Path(spec.program), spec.code)
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"}

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 from draco_ray.config.schema import JudgeConfig, provider_key
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.file_judge import RECORDED
+from draco_ray.judging.file_judge import RECORDED_FILE
 from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.tokens import import_litellm_quietly, refused_parameters
@@ -166,7 +166,7 @@ def endpoint_address(config: JudgeConfig) -> str:
 def describe_judge(config: JudgeConfig) -> str:
     """Model, endpoint and key variable, which a command prints before its first request."""
     if config.files is not None:
-        if (config.files / RECORDED).exists():
+        if (config.files / RECORDED_FILE).exists():
             return f"the replies recorded in {config.files}"
         return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
     return f"{config.model} at {endpoint_address(config)}, key in {config.key_variable}"

@@ -30,9 +30,9 @@ SETTLE_SECONDS = 2.0
 """Time without growth after which a reply is read: a model's output, redirected into the file, arrives in pieces."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
-NAMED = 20
+MAX_NAMED_PROMPTS = 20
 """Maximum number of prompts that a reminder lists."""
-RECORDED = "recorded"
+RECORDED_FILE = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
 
@@ -107,7 +107,7 @@ class FileJudge:
         if self._recorded:
             raise StoreError(
                 f"judge {self._model}: no recorded reply to this {request.phase} prompt, because traces or prompts "
-                f"have changed; to write the prompt and wait for a reply, remove {self._directory / RECORDED}"
+                f"have changed; to write the prompt and wait for a reply, remove {self._directory / RECORDED_FILE}"
             )
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
@@ -141,7 +141,7 @@ class FileJudge:
 
     @property
     def _recorded(self) -> bool:
-        return (self._directory / RECORDED).exists()
+        return (self._directory / RECORDED_FILE).exists()
 
     async def _reply(self, name: str) -> str:
         path, size, grown = self._directory / f"{name}{REPLY}", 0, 0.0
@@ -180,7 +180,7 @@ class FileJudge:
 
 
 def _listed(names: list[str]) -> str:
-    return ", ".join(names[:NAMED]) + (", ..." if names[NAMED:] else "")
+    return ", ".join(names[:MAX_NAMED_PROMPTS]) + (", ..." if names[MAX_NAMED_PROMPTS:] else "")
 
 
 def _count(prompts: int) -> str:

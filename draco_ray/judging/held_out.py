@@ -25,7 +25,7 @@ from draco_ray.summaries import PhaseSummary, RewardSummary
 if TYPE_CHECKING:
     from draco_ray.judging.pool import JudgePool
 
-PHASE = "held_out"
+HELD_OUT_PHASE = "held_out"
 """Phase name of the held-out judge's calls in metrics and timelines."""
 
 
@@ -87,8 +87,8 @@ class HeldOutJudge:
             about = replace(context, rollout=rollout, held_out=True)
             asked = rubric if self._rubric is None else self._rubric
             found = await self._judges.ask(Score, about, trajectory=trajectory, rubric=asked)
-            phases.append(replace(found.summary, phase=PHASE))
-            self._keep.heldout_calls.remote(step, f"{context.task_id}-{PHASE}-{rollout}", found.archived)
+            phases.append(replace(found.summary, phase=HELD_OUT_PHASE))
+            self._keep.heldout_calls.remote(step, f"{context.task_id}-{HELD_OUT_PHASE}-{rollout}", found.archived)
             shares = pass_share(trained), pass_share(found.summary)
             return None if None in shares else shares  # type: ignore[return-value]
 

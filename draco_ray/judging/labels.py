@@ -21,7 +21,7 @@ from draco_ray.records import Verdict
 MOST_CHARACTERS = 2_000
 """Maximum length of a task or a judge's text in an example, in characters."""
 
-MOST = 2**31 - 1
+MAX_INT32 = 2**31 - 1
 """Maximum of the integers in a label, because tables store them in 32 bits."""
 
 
@@ -34,10 +34,10 @@ class Label(BaseModel):
     """Directory name of the run."""
     run_id: str = ""
     """Id of the run, since names are reused."""
-    training_step: int = Field(ge=0, le=MOST)
+    training_step: int = Field(ge=0, le=MAX_INT32)
     task_id: str
-    rollout: int = Field(ge=0, le=MOST)
-    criterion: int = Field(ge=0, le=MOST)
+    rollout: int = Field(ge=0, le=MAX_INT32)
+    criterion: int = Field(ge=0, le=MAX_INT32)
     """Index into the group's rubric."""
     title: str
     description: str = ""
@@ -58,7 +58,7 @@ class Label(BaseModel):
     """Whether the cited steps are right; None: not labelled."""
     steps: tuple[int, ...] | None = Field(None, strict=False)
     """The right steps, if the person names them."""
-    rollout_steps: int | None = Field(None, ge=1, le=MOST)
+    rollout_steps: int | None = Field(None, ge=1, le=MAX_INT32)
     """Number of steps of the rollout."""
     note: str = ""
     """The person's comment."""

@@ -5,9 +5,9 @@ request's actual cost.
 
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
 - Requests: at most the limit in any 60 seconds, spread evenly after a burst.
-- Tokens: at most the limit in any 60 seconds; after a burst, sent at no more than `PACE` times the limit. A request in
-  flight counts with its expected tokens: mean plus one standard deviation of earlier requests of its kind, or its
-  maximum until enough have ended. A finished request counts with its actual tokens.
+- Tokens: at most the limit in any 60 seconds; after a burst, sent at no more than `PACE_FACTOR` times the limit. A
+  request in flight counts with its expected tokens: mean plus one standard deviation of earlier requests of its kind,
+  or its maximum until enough have ended. A finished request counts with its actual tokens.
 - Order: later phases of a group go before new groups. Otherwise the order is first come, first served; small requests
   do not overtake a large one that waits.
 
@@ -42,11 +42,11 @@ BURST_SECONDS, BURST_REQUESTS = 2.0, 5
 """Burst size: the requests of this many seconds, but at least this many requests."""
 BURST_SHARE = 0.2
 """Burst size in tokens, as a fraction of the limit; a single larger request may always be sent."""
-PACE = 4.0
+PACE_FACTOR = 4.0
 """Rate at which tokens may be sent after the burst, as a factor on the limit; above 1 to make up for waiting."""
 LEARNED_AFTER = 12
 """Number of finished requests of a kind that are needed to predict the size of the next one."""
-MEMORY = 200
+REQUEST_HISTORY = 200
 """Number of latest finished requests over which mean and standard deviation of their sizes are taken."""
 LOOK_AGAIN_SECONDS = 5.0
 
@@ -176,8 +176,8 @@ class _Sizes:
     """Expected tokens of requests, learned from those that have ended."""
 
     def __init__(self) -> None:
-        self._tokens_per_byte: deque[float] = deque(maxlen=MEMORY)
-        self._output: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY))
+        self._tokens_per_byte: deque[float] = deque(maxlen=REQUEST_HISTORY)
+        self._output: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=REQUEST_HISTORY))
 
     def add(self, asked: LeaseRequest, input_tokens: float, output_tokens: float) -> None:
         if asked.input_tokens > 0:
@@ -242,7 +242,7 @@ class Limiter:
         self._requests = SlidingWindow(
             requests, max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         )
-        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
+        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE_FACTOR)
         self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
         self._booked = dict(booked or {})

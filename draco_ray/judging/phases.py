@@ -76,7 +76,7 @@ class Question(ABC, Generic[ValueT]):
         """The text for each placeholder, with evidence marked by ``code``."""
 
     def shortened(self, level: int) -> Self:
-        """The same question with its texts truncated (`draco_ray.judging.shortening`), 0 .. `LEVELS`."""
+        """The same question with its texts truncated (`draco_ray.judging.shortening`), 0 .. `MAX_LEVEL`."""
         return self
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.config.schema import FILES, JudgeConfig, Price, TokenPrices
+from draco_ray.config.schema import FILES_PREFIX, JudgeConfig, Price, TokenPrices
 from draco_ray.errors import ConfigError
 from draco_ray.judging.tokens import litellm_model_info
 from draco_ray.records import Message
@@ -68,7 +68,7 @@ def known_price(judge: JudgeConfig, model: str) -> Price | None:
     configured price is for the standard tier. The other is a configured price that states the same input and output
     prices as LiteLLM's and nothing else: LiteLLM's price may also cover cached input and long prompts.
     """
-    if model.startswith(FILES):
+    if model.startswith(FILES_PREFIX):
         return Price(input=0.0, output=0.0)
     sent = judge.extra_body if judge.service_tier is None else {"service_tier": judge.service_tier}
     configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)

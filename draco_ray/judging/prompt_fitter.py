@@ -19,7 +19,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.judge_context import max_judge_prompt_tokens
 from draco_ray.judging.phases import Question
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.shortening import LENGTHS, LEVELS
+from draco_ray.judging.shortening import LENGTHS, MAX_LEVEL
 from draco_ray.records import Judged
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ MARGIN = 1.05
 LEARNED_BYTES = 20_000
 """Length in bytes from which the reported usage of a single prompt replaces the rate. The shorter a prompt is, the less
 its usage changes the rate."""
-SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
+SHORTENING_FRACTIONS = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
 """Largest fraction that each further attempt keeps of a too long prompt: 9 % after six attempts."""
-CLOSE = 2.5
+MAX_COUNT_RATIO = 2.5
 """A number in an error message is taken for the prompt's number of tokens if it differs from the estimate by less than
 this factor."""
 _TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request|entity|payload|input) too large", re.I)
@@ -98,7 +98,7 @@ class PromptFitter:
         fitted = FittedPrompt(question=question, whole=whole, prompt=whole, shown=question)
         if self._replies is not None and _bytes(whole) > (self._first_room or 0):
             known = await self._replies.get(self._key(whole))
-            if known is not None and isinstance(level := known.get("level"), int) and 0 <= level <= LEVELS:
+            if known is not None and isinstance(level := known.get("level"), int) and 0 <= level <= MAX_LEVEL:
                 return await asyncio.to_thread(self._at, fitted, level)
         if self.room is None or _bytes(whole) <= self.room:
             return fitted
@@ -115,7 +115,7 @@ class PromptFitter:
             tries: how often it has already been truncated further.
         """
         errors = [call.error for call in judged.calls if call.error is not None and call.finish_reason == "error"]
-        if not errors or tries == len(SHORTER):
+        if not errors or tries == len(SHORTENING_FRACTIONS):
             return None
         tokens = self._tokens(fitted.prompt)
         error = next((each for each in errors if is_too_long(each, tokens)), None)
@@ -158,7 +158,7 @@ class PromptFitter:
         """The least truncation with which the prompt takes at most ``room`` tokens; the strongest if none does."""
         return self._at(
             fitted,
-            bisect_left(range(LEVELS), True, key=lambda level: self._tokens(self._at(fitted, level).prompt) <= room),
+            bisect_left(range(MAX_LEVEL), True, key=lambda level: self._tokens(self._at(fitted, level).prompt) <= room),
         )
 
     def _at(self, fitted: FittedPrompt[ValueT], level: int) -> FittedPrompt[ValueT]:
@@ -204,7 +204,7 @@ def part_to_keep(error: str, estimate: float, tries: int) -> float:
         estimate: estimated tokens of the prompt.
         tries: how often the prompt was shortened before.
     """
-    return min(0.97 * _stated(error, estimate), SHORTER[tries])
+    return min(0.97 * _stated(error, estimate), SHORTENING_FRACTIONS[tries])
 
 
 def _stated(error: str, estimate: float) -> float:
@@ -212,6 +212,6 @@ def _stated(error: str, estimate: float) -> float:
     stated = {int(each.replace(",", "")) for each in _NUMBER.findall(error)}
     # Some providers state prompt, reply and their sum; ignore the sum.
     numbers = sorted(stated - {sum(pair) for pair in itertools.combinations(stated, 2)})
-    counts = [each for each in numbers if estimate / CLOSE < each < estimate * CLOSE]
+    counts = [each for each in numbers if estimate / MAX_COUNT_RATIO < each < estimate * MAX_COUNT_RATIO]
     limits = [each for each in numbers if counts and counts[-1] / 10 < each < counts[-1]]
     return limits[-1] / counts[-1] if limits else 1.0

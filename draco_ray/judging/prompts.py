@@ -17,17 +17,17 @@ from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score, Verdicts
 from draco_ray.judging.render import evidence_code
-from draco_ray.judging.reply import ENTRIES, with_tag
+from draco_ray.judging.reply import ENTRIES_KEY, with_tag
 from draco_ray.judging.reply_cache import RESTORE
 from draco_ray.records import Criterion
 
-FACTS = "environment_facts"
+FACTS_PLACEHOLDER = "environment_facts"
 """Placeholder that every template may contain."""
-ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object: {{"{ENTRIES}": [...]}}.\n'
+ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES_KEY}" in one JSON object: {{"{ENTRIES_KEY}": [...]}}.\n'
 """Added to a template that asks for a bare array, such as the paper's: the root of the schema is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
-MERGED = Path("prompts/judge")
+MERGED_FOLDER = Path("prompts/judge")
 """Folder with the templates of merged phases, for prompt sets without them."""
 SCORING = (Score.name, Verdicts.name)
 """Phases whose prompts contain the corrected verdicts of `Prompts.examples`."""
@@ -67,14 +67,14 @@ class Prompts:
         """
 
         def value(match: re.Match[str]) -> str:
-            text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
+            text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS_PLACEHOLDER else str(values[match[1]])
             # A text of several lines begins on a new line, even if its placeholder is in the middle of a line.
             start = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
         before = self.examples if phase in SCORING else ""
         template = self.templates[phase]
-        after = "" if f'"{ENTRIES}"' in template else ROOT_NOTE
+        after = "" if f'"{ENTRIES_KEY}"' in template else ROOT_NOTE
         return with_tag(before + _PLACEHOLDER.sub(value, template) + after)
 
 
@@ -117,14 +117,14 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     for phase in PHASES.values():
         path = folder / phase.template
         if phase.merged and not path.exists():
-            path = project_file(MERGED / phase.template)
+            path = project_file(MERGED_FOLDER / phase.template)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"prompt set {folder}: {phase.template} cannot be read: {error}") from None
         mentioned = set(_PLACEHOLDER.findall(text))
-        if unknown := sorted(mentioned - phase.placeholders - {FACTS}):
-            known = ", ".join(sorted({*phase.placeholders, FACTS}))
+        if unknown := sorted(mentioned - phase.placeholders - {FACTS_PLACEHOLDER}):
+            known = ", ".join(sorted({*phase.placeholders, FACTS_PLACEHOLDER}))
             raise ConfigError(
                 f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; expected one of {known} in {phase.name}"
             )
@@ -145,7 +145,7 @@ def render_phase(phase: str, folder: Path) -> str:
         ConfigError: the prompt set cannot be used.
     """
     # The example uses AppWorld, which is not imported when other traces are judged.
-    from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
+    from draco_ray.environments.appworld.environment import APPWORLD_FACTS
     from draco_ray.judging.example import EXAMPLES
 
     return EXAMPLES[phase].prompt(load_prompts(folder, facts=APPWORLD_FACTS))

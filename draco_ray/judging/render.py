@@ -51,7 +51,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 
-from draco_ray.records import PROGRAM, TOOLS, Criterion, Message, ScoredCriterion, Trajectory, Turn
+from draco_ray.records import PROGRAM_ROLE, TOOLS, Criterion, Message, ScoredCriterion, Trajectory, Turn
 
 AGENT = "assistant"
 """Role of the agent's own turns; turns of others have their own role."""
@@ -199,7 +199,7 @@ def _end(trajectory: Trajectory, code: str) -> str:
 
 def _branch(trajectory: Trajectory, turn: Turn) -> str:
     """Name of a turn's branch if there are several; else empty."""
-    several = len(trajectory.branches) > 1 and turn.role != PROGRAM
+    several = len(trajectory.branches) > 1 and turn.role != PROGRAM_ROLE
     return f"branch {turn.branch + 1}" if several else ""
 
 

@@ -40,7 +40,7 @@ THINK_BEGIN, THINK_END = "<think>", "</think>"
 _THINK = re.compile(r"\s*+(?:<think(?:ing)?>|\u25c1think\u25b7)")
 _THINK_END = re.compile("</think(?:ing)?>|\u25c1/think\u25b7")
 """End of the reasoning; the last form is Kimi's."""
-ENTRIES = "entries"
+ENTRIES_KEY = "entries"
 """Key of the answer's list."""
 TAG = "request_tag"
 """Key of the request's tag (`with_tag`)."""
@@ -155,7 +155,7 @@ def reply_schema(
     )
     items = [_object({name: known[name] | dict(case.get(name, {})) for name in names}) for case in cases]
     array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}, "minItems": least}
-    return _object({TAG: {"type": "string"}, ENTRIES: array if most is None else array | {"maxItems": most}})
+    return _object({TAG: {"type": "string"}, ENTRIES_KEY: array if most is None else array | {"maxItems": most}})
 
 
 def with_tag(prompt: str) -> str:
@@ -265,7 +265,7 @@ def read_entries(
     if not answers and parts and not problem and len(parts) == (count or len(parts)) and only_values:
         answers.append((len(values) - 1, parts))
     if not answers:
-        raise ReplyError(reason or broken or f"no JSON object with {ENTRIES!r} was found")
+        raise ReplyError(reason or broken or f"no JSON object with {ENTRIES_KEY!r} was found")
     place, answer = answers[-1]
     if any(entries != answer for _, entries in answers) or any(each not in answer for each in parts):
         raise ReplyError("the reply holds several different answers; give exactly one")
@@ -324,7 +324,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
 def _decoder(kind: type[Entry]) -> json.JSONDecoder:
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(found)) < len(found) and any(
-            key in (ENTRIES, *kind.model_fields) or isinstance(each, dict | list) for key, each in found
+            key in (ENTRIES_KEY, *kind.model_fields) or isinstance(each, dict | list) for key, each in found
         ):
             raise ReplyError("a key comes twice in one object; write every key once")
         return dict(found)
@@ -342,7 +342,7 @@ def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
     That is the case for an entry, for an array of objects at least one of which is meant as an entry, and for an empty
     array of entries. Values inside such a value are not visited. Some models write the answer or its entries as a
     string that contains JSON; the string is parsed, too."""
-    left = [(ENTRIES, value)]
+    left = [(ENTRIES_KEY, value)]
     while left:
         name, each = left.pop()
         if name != TAG and isinstance(each, str) and each.lstrip().startswith(("{", "[")):
@@ -350,7 +350,7 @@ def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
                 each = _decoder(kind).decode(each)
         objects, meant = (each, kind.decided) if isinstance(each, list) else ([each], kind.complete)
         is_part = all(isinstance(part, dict) for part in objects) and any(map(meant, objects))
-        is_part = is_part or (each == [] and name == ENTRIES)
+        is_part = is_part or (each == [] and name == ENTRIES_KEY)
         yield each, is_part
         if not is_part and isinstance(each, dict | list):
             inner = each.items() if isinstance(each, dict) else [("", part) for part in each]

@@ -73,22 +73,22 @@ def file_system_of(path: Path) -> tuple[str, Path]:
 
 log = logging.getLogger(__name__)
 
-FILE = "replies.sqlite"
+REPLIES_FILE = "replies.sqlite"
 """File name in the cache's folder."""
 BUSY_SECONDS = 180.0
 """Maximum wait for the writes of other processes; a process that hangs during a write is killed by then
 (`draco_ray.workers.monitor`)."""
 CLAIM_SECONDS = 15.0
 """Seconds until a claim that is not renewed expires: its worker has died or is stopped."""
-PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
-SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
+PUT_SQL = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
+SETTLE_SQL = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
 RESTORE = (
     "restore the file from a copy, or choose another folder (--out, or judge.cache of a training run), which means "
     "paying for these replies again"
 )
 
-SCHEMA = (
+CREATE_TABLES_SQL = (
     "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL) STRICT, WITHOUT ROWID",
     # dollars: NULL while the outcome of the request is unknown.
     "CREATE TABLE IF NOT EXISTS requests (number TEXT PRIMARY KEY, most REAL NOT NULL, dollars REAL) STRICT",
@@ -145,7 +145,7 @@ class ReplyCache:
         with self._said_plainly():
             folder.mkdir(parents=True, exist_ok=True)
             create_store(folder)
-            self._connection = self._thread.submit(_connect, folder / FILE).result()
+            self._connection = self._thread.submit(_connect, folder / REPLIES_FILE).result()
 
     def __len__(self) -> int:
         """Number of stored answers."""
@@ -172,7 +172,9 @@ class ReplyCache:
             answer = None
         if not isinstance(answer, dict):
             log.warning(
-                "judge reply %s in %s cannot be read, so the request is sent again", key[:12], self._folder / FILE
+                "judge reply %s in %s cannot be read, so the request is sent again",
+                key[:12],
+                self._folder / REPLIES_FILE,
             )
             return None
         return answer
@@ -184,7 +186,7 @@ class ReplyCache:
             StoreError: it cannot be stored, so nothing more may be paid for.
         """
         row = (key, _row(answer))
-        await self._run(lambda: self._connection.execute(PUT, row))
+        await self._run(lambda: self._connection.execute(PUT_SQL, row))
 
     async def begin(self, number: str, most: float) -> None:
         """Enter a request in the cost ledger before it is sent.
@@ -209,8 +211,8 @@ class ReplyCache:
 
         def write() -> None:
             if stored is not None:
-                self._connection.execute(PUT, stored)
-            self._connection.execute(SETTLE, (number, dollars, dollars))
+                self._connection.execute(PUT_SQL, stored)
+            self._connection.execute(SETTLE_SQL, (number, dollars, dollars))
 
         await self._run(write)
 
@@ -290,7 +292,9 @@ class ReplyCache:
                 "writable (or set judge.cache), and continue the run"
             ) from None
         except sqlite3.Error as error:
-            raise StoreError(f"judge replies in {self._folder / FILE} cannot be read: {error}; {RESTORE}") from None
+            raise StoreError(
+                f"judge replies in {self._folder / REPLIES_FILE} cannot be read: {error}; {RESTORE}"
+            ) from None
 
 
 def _row(answer: dict[str, object]) -> str:
@@ -311,7 +315,7 @@ def _connect(file: Path) -> sqlite3.Connection:
     # No write-ahead log and no memory maps: they need further files and a single host.
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("PRAGMA mmap_size = 0")
-    for statement in SCHEMA:
+    for statement in CREATE_TABLES_SQL:
         connection.execute(statement)
     return connection
 
@@ -323,7 +327,7 @@ def create_store(folder: Path) -> None:
         StoreError: the existing one is damaged.
         OSError: it cannot be created.
     """
-    file, made = folder / FILE, folder / f"{FILE}.tmp"
+    file, made = folder / REPLIES_FILE, folder / f"{REPLIES_FILE}.tmp"
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX)
@@ -341,7 +345,7 @@ def check_store(folder: Path) -> bool:
     Raises:
         StoreError: they are damaged.
     """
-    file = folder / FILE
+    file = folder / REPLIES_FILE
     if not _is_there(file):
         return False
     try:
@@ -365,7 +369,7 @@ def _is_there(file: Path) -> bool:
         # SQLite treats a file of one byte as empty.
         problem = "the file is empty" if file.is_file() and file.stat().st_size <= 1 else None
     else:
-        problem = next((f"{each.name} exists but {FILE} does not" for each in journals if each.exists()), None)
+        problem = next((f"{each.name} exists but {REPLIES_FILE} does not" for each in journals if each.exists()), None)
     if problem is not None:
         raise StoreError(f"judge replies in {file} are damaged: {problem}; {RESTORE}")
     return file.exists()
@@ -381,7 +385,7 @@ def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
     Raises:
         StoreError: it cannot be read.
     """
-    file = folder / FILE
+    file = folder / REPLIES_FILE
     found: list[tuple[str, float, float | None]] = []
     if _is_there(file):
         try:
@@ -406,23 +410,26 @@ def read_cost_ledger(folder: Path, run: str = "") -> CostLedger:
     )
 
 
-def release_unanswered(folder: Path, but: Collection[str] = ()) -> float:
-    """Enter a cost of 0 for requests that were never answered, except those in ``but``; returns the dollars freed.
+def release_cost_of_unanswered(folder: Path, except_numbers: Collection[str] = ()) -> float:
+    """Enter a cost of 0 for requests that were never answered; returns the dollars that were reserved for them.
+
+    The cost of the requests whose numbers are in ``except_numbers`` stays reserved.
 
     For users who know from the provider's record that they were not billed. No other process may be using the cache.
 
     Raises:
         StoreError: the cost ledger cannot be read or written.
     """
-    freed = {number: most for number, most in read_cost_ledger(folder).under_way.items() if number not in but}
+    freed = {each: most for each, most in read_cost_ledger(folder).under_way.items() if each not in except_numbers}
+    file = folder / REPLIES_FILE
     if freed:
         try:
-            with contextlib.closing(sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS)) as connection, connection:
+            with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection, connection:
                 connection.executemany(
                     "UPDATE requests SET dollars = 0.0 WHERE number = ?", [(each,) for each in freed]
                 )
         except sqlite3.Error as error:
-            raise StoreError(f"the cost ledger in {folder / FILE} cannot be written: {error}") from None
+            raise StoreError(f"the cost ledger in {file} cannot be written: {error}") from None
     return math.fsum(freed.values())
 
 

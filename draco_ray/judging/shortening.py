@@ -13,12 +13,12 @@ from draco_ray.records import Message, Trajectory, Turn
 
 LENGTHS = tuple(round(100 * 1.02**power) for power in range(582, -1, -1))
 """Lengths of one text in characters, from 10 million to 100 in steps of 2 %; bisection takes about ten renderings."""
-LEVELS = 3 * len(LENGTHS)
+MAX_LEVEL = 3 * len(LENGTHS)
 """Number of truncation levels; at level 0 nothing is truncated."""
 
 
 def shortened(trajectory: Trajectory, level: int) -> Trajectory:
-    """The trajectory truncated to ``level``, 0 .. `LEVELS`."""
+    """The trajectory truncated to ``level``, 0 .. `MAX_LEVEL`."""
     observation, said = (_length(level - stage * len(LENGTHS)) for stage in range(2))
     if observation is None:
         return trajectory

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from draco_ray.config.schema import FILES, RULES
+from draco_ray.config.schema import FILES_PREFIX, RULE_JUDGE
 
 
 def import_litellm_quietly() -> Any:
@@ -66,7 +66,7 @@ def litellm_model_info(model: str) -> Mapping[str, Any]:
 
     The file is read without LiteLLM, whose import takes seconds and is only needed for names that it rewrites.
     """
-    if model == RULES or model.startswith(FILES):
+    if model == RULE_JUDGE or model.startswith(FILES_PREFIX):
         return {}
     if os.environ.get("LITELLM_LOCAL_MODEL_COST_MAP", "True").lower() == "true":
         table = _table()

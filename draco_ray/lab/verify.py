@@ -31,8 +31,7 @@ from draco_ray.judging.judge import CallContext, Judgement, ask_phase
 from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases import Phase
 from draco_ray.judging.prompts import KEY_FILE
-from draco_ray.judging.reply_cache import FILE as REPLIES
-from draco_ray.judging.reply_cache import RESTORE, ReplyCache
+from draco_ray.judging.reply_cache import REPLIES_FILE, RESTORE, ReplyCache
 from draco_ray.lab.rows import grouped
 from draco_ray.learner.base import UpdateMetrics, over_workers
 from draco_ray.pipeline import Group, Pipeline
@@ -41,7 +40,7 @@ from draco_ray.rollout.finished import PlayedRollouts
 from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, checkpoint_damage, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
-from draco_ray.runs.manifest import FILE, line_digest, other_versions, read_manifest
+from draco_ray.runs.manifest import MANIFEST_FILE, line_digest, other_versions, read_manifest
 from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
@@ -55,7 +54,7 @@ from draco_ray.workers.local import LocalActor, resolve
 if TYPE_CHECKING:
     from draco_ray.learner.lora_learner import LoraLearner
 
-COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+COMPARED_TABLES: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("proposals", (), ()),
     ("criteria", ("criterion",), ("survived",)),
     ("verdicts", ("rollout", "criterion"), ()),
@@ -80,7 +79,7 @@ RATIO_SLACK = 1e-4
 """Allowed difference in nats between log-probs of a forward pass with and without gradients (rounding)."""
 LOCAL_KEYS = {"base_model_name_or_path", "sha256"}
 """Keys of a checkpoint's JSON files that contain the base model's folder or depend on it; not compared."""
-SHOWN = 80
+MAX_VALUE_LENGTH = 80
 """Maximum number of characters of a value that a message shows."""
 
 
@@ -105,10 +104,10 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
     config = load_config(str(run.path), trust=trust)
     if model is not None:
         config = config.updated(model={"path": str(model.resolve())})
-    if not (run.path / FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
+    if not (run.path / MANIFEST_FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
         raise ConfigError(
-            f"{run.path}: no step in {FILE}; expected a training run with a finished step (draco judge writes no "
-            "digests, nor did earlier versions)"
+            f"{run.path}: no step in {MANIFEST_FILE}; expected a training run with a finished step (draco judge writes "
+            "no digests, nor did earlier versions)"
         )
     steps = sorted(int(step) for step in manifest["metrics"])
     check_digests(run, manifest, dropped=config.train.keep_last is not None)
@@ -145,7 +144,9 @@ def check_digests(run: RunDirectory, manifest: Mapping[str, Any], *, dropped: bo
         names = [f"tables/{table}/step{number:05d}.parquet" for table in STEP_TABLES]
         unlisted = [name for name in names if name not in manifest["files"] and (run.path / name).exists()]
         if unlisted or str(number) not in manifest["metrics"]:
-            raise DamagedRun(f"{run.path / FILE}: {(*unlisted, f'step {number}')[0]} is missing in the manifest")
+            raise DamagedRun(
+                f"{run.path / MANIFEST_FILE}: {(*unlisted, f'step {number}')[0]} is missing in the manifest"
+            )
     lines = {str(line["step"]): line_digest(line) for line in run.metrics()}
     for step, digest in manifest["metrics"].items():
         if lines.get(step) != digest:
@@ -193,7 +194,7 @@ class _Step:
         """
         self._run, self._config, self._step, self._judge = run, config, step, judge
         self._played = step_trajectories(run, step)
-        names = {name for name, _, _ in COMPARED}
+        names = {name for name, _, _ in COMPARED_TABLES}
         self._recorded = {name: grouped(run.table(name, step).to_pylist(), "task_id") for name in names}
         self._outcomes = {
             (row["task_id"], row["rollout"]): Evaluated(evaluation=_evaluation(row))
@@ -258,7 +259,7 @@ class _Step:
 
     def _compare(self, again: RunDirectory, task_id: str, *, complete: bool) -> None:
         """Compare a group's rows with recomputed ones; for an incomplete group, only rows that were recomputed."""
-        for table, keys, later in COMPARED:
+        for table, keys, later in COMPARED_TABLES:
             recomputed = _sorted(grouped(again.table(table, self._step).to_pylist(), "task_id")[task_id], keys)
             recorded = _sorted(self._recorded[table].get(task_id, []), keys)
             if not complete:
@@ -299,8 +300,8 @@ def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
 def _short(value: Any, other: Any) -> str:
     """An excerpt of ``value`` that starts shortly before its first difference from ``other``."""
     text, other = (each if isinstance(each, str) else repr(each) for each in (value, other))
-    first = max(0, _common(text, other) - SHOWN // 4)
-    return f"{'…' * (first > 0)}{text[first : first + SHOWN]}{'…' * (first + SHOWN < len(text))}"
+    first = max(0, _common(text, other) - MAX_VALUE_LENGTH // 4)
+    return f"{'…' * (first > 0)}{text[first : first + MAX_VALUE_LENGTH]}{'…' * (first + MAX_VALUE_LENGTH < len(text))}"
 
 
 def _common(text: str, other: str) -> int:
@@ -341,11 +342,11 @@ class RecordedJudge:
         # Prompt truncation lengths are stored with the replies. Open a copy: opening the store writes to it.
         scratch = PrivateTempDir()
         try:
-            for path in cache.glob(f"{REPLIES}*"):
+            for path in cache.glob(f"{REPLIES_FILE}*"):
                 shutil.copy(path, scratch.path)
             self._replies = ReplyCache(scratch.path)
         except OSError as error:
-            raise StoreError(f"judge replies in {cache / REPLIES} cannot be read: {error}; {RESTORE}") from None
+            raise StoreError(f"judge replies in {cache / REPLIES_FILE} cannot be read: {error}; {RESTORE}") from None
         except StoreError as error:
             raise StoreError(str(error).replace(str(scratch.path), str(cache))) from None
         self._calls: list[Row] = []

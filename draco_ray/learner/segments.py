@@ -26,7 +26,7 @@ from draco_ray.learner.packing import Segment
 
 ATTENTION = "draco_segments"
 """Name under which this attention is registered with transformers."""
-PLAIN = ("sliding_window", "softcap", "s_aux", "position_bias")
+UNSUPPORTED_ARGUMENTS = ("sliding_window", "softcap", "s_aux", "position_bias")
 """Attention arguments that are not supported here."""
 PLAIN_LAYERS = {"full_attention", "linear_attention"}
 FLASH_HEAD = 256
@@ -74,7 +74,7 @@ def _attention(
 
     Without ``segments`` all tokens are one segment.
     """
-    for name in PLAIN:
+    for name in UNSUPPORTED_ARGUMENTS:
         if asked.get(name) is not None:
             raise UnsupportedLayer(name)
     if context is not None:

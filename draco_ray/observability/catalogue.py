@@ -86,7 +86,7 @@ JUDGE_TOKENS = _counter(
 )
 JUDGE_DOLLARS = _counter("draco_judge_dollars_total", "Dollars this process spent on judging.", ("phase",))
 
-EVENTS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+EVENT_METRICS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 """All metrics but `STEP_GAUGES`: of queues, of engines, and of events."""
 
 STEP_GAUGES = {
@@ -127,4 +127,4 @@ STEP_GAUGES = {
 }
 """Key in ``metrics.jsonl`` -> its gauge, which is set when a step ends unless the value is null."""
 
-CATALOGUE = (*EVENTS, *STEP_GAUGES.values())
+CATALOGUE = (*EVENT_METRICS, *STEP_GAUGES.values())

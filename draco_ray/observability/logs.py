@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 from draco_ray.errors import StoreError
 
-VARIABLE = "DRACO_RUN_DIRECTORY"
-FOLDER = "logs"
-LOGGER = "draco_ray"
+RUN_DIRECTORY_VARIABLE = "DRACO_RUN_DIRECTORY"
+LOGS_FOLDER = "logs"
+LOGGER_NAME = "draco_ray"
 """Parent of this package's loggers; vLLM, Ray and LiteLLM write to Ray's logs instead."""
 
 
@@ -55,13 +55,13 @@ def start_run_log(run: Path | None = None) -> None:
         run: the run directory, which is stored in DRACO_RUN_DIRECTORY for child processes; None: read that variable.
     """
     if run is not None:
-        os.environ[VARIABLE] = str(run)
-    named = os.environ.get(VARIABLE)
+        os.environ[RUN_DIRECTORY_VARIABLE] = str(run)
+    named = os.environ.get(RUN_DIRECTORY_VARIABLE)
     if not named or not Path(named).is_dir():
         return
     stop_run_log()
     process = _process_name()
-    folder = Path(named) / FOLDER
+    folder = Path(named) / LOGS_FOLDER
     set_private_umask()
     try:
         folder.mkdir(exist_ok=True)
@@ -69,7 +69,7 @@ def start_run_log(run: Path | None = None) -> None:
         raise StoreError(f"{folder}: logs cannot be written: {error.strerror}; move this folder away") from None
     handler = _RunLogHandler(folder / f"{process}.jsonl", encoding="utf-8")
     handler.setFormatter(JsonFormatter(Path(named).name, process))
-    logger = logging.getLogger(LOGGER)
+    logger = logging.getLogger(LOGGER_NAME)
     logger.addHandler(handler)
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
@@ -91,7 +91,7 @@ def _process_name() -> str:
 
 def stop_run_log() -> None:
     """Close this process's log."""
-    logger = logging.getLogger(LOGGER)
+    logger = logging.getLogger(LOGGER_NAME)
     for handler in [handler for handler in logger.handlers if isinstance(handler, _RunLogHandler)]:
         logger.removeHandler(handler)
         handler.close()

@@ -19,9 +19,9 @@ from pydantic import ValidationError
 
 from draco_ray.config.schema import AgentConfig, ConfigSection
 from draco_ray.environments.base import World
-from draco_ray.environments.jail.program import ENDPOINT
+from draco_ray.environments.jail.program import ENDPOINT_PATH
 from draco_ray.environments.program import Command, ProgramResult, passed_env_vars, run_program
-from draco_ray.environments.tasks import WORKSPACE
+from draco_ray.environments.tasks import WORKSPACE_FIELD
 from draco_ray.environments.workspace import Workspace
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
@@ -33,7 +33,7 @@ from draco_ray.rollout.endpoint.world_tools import WorldTools
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.temp_dirs import PrivateTempDir
 
-FOLDER = Path(__file__).parent / "harnesses"
+HARNESSES_FOLDER = Path(__file__).parent / "harnesses"
 """Folder of the recipes (`Harness`) that this package includes."""
 _VERSION_SECONDS = 60.0
 
@@ -86,11 +86,11 @@ class Harness(ConfigSection):
 
 def read_harness(name: str) -> Harness:
     """Read a recipe by its name or from a YAML file. Raises: ConfigError."""
-    path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
+    path = Path(name) if name.endswith((".yaml", ".yml")) else HARNESSES_FOLDER / f"{name}.yaml"
     try:
         return Harness.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
     except OSError:
-        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.yaml")))
+        known = ", ".join(sorted(each.stem for each in HARNESSES_FOLDER.glob("*.yaml")))
         raise ConfigError(f"agent.harness={name!r}: unknown; expected {known}, or a YAML file") from None
     except (yaml.YAMLError, ValidationError) as error:
         raise ConfigError(f"agent.harness={name!r}: {' '.join(str(error).split())}") from None
@@ -117,7 +117,7 @@ def _numbers(version: str) -> list[Any]:
     return [int(part) for part in version.split(".")]
 
 
-RUNNER = "draco_ray.rollout.call_function"
+RUNNER_MODULE = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
 """Exit code with which a program reports a failure that the policy did not cause; its rollout is repeated."""
 TASK_FILE = "/run/draco/task.json"
@@ -222,7 +222,7 @@ class ProgramAgent:
                 words = [words[0], str(script.absolute()), *words[2:]]
             reads = [*program_files(words[0]), *([script] if script is not None and script.is_file() else [])]
         file = variables["DRACO_TASK_FILE"]
-        mapped = {ENDPOINT: shared_endpoint().socket_path, TASK_FILE: file}
+        mapped = {ENDPOINT_PATH: shared_endpoint().socket_path, TASK_FILE: file}
         port = int(variables["OPENAI_BASE_URL"].split(":")[2].partition("/")[0])
         started = workspace.command(
             words, {**variables, "DRACO_TASK_FILE": TASK_FILE}, port=port, mapped=mapped, reads=reads
@@ -264,7 +264,7 @@ class ProgramAgent:
             "messages": [{"role": message.role, "content": message.content} for message in prompt],
         }
         file.write_text(json.dumps(told, ensure_ascii=False), encoding="utf-8", errors="replace")
-        work = task.fields.get(WORKSPACE) or str(scratch)
+        work = task.fields.get(WORKSPACE_FIELD) or str(scratch)
         tools = {"DRACO_TOOLS_URL": f"{base_url}/tools"} if task.tools else {}
         return (
             passed_env_vars(self._config.pass_environment)
@@ -302,7 +302,7 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
         module = config.function.rpartition(":")[0]
         if module.endswith(".py"):
             _check_script("agent.function", module, config.folder)
-        return [sys.executable, "-m", RUNNER, config.function]
+        return [sys.executable, "-m", RUNNER_MODULE, config.function]
     try:
         words = [*harness.command] if harness else shlex.split(config.command or "")
     except ValueError as error:

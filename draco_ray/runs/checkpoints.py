@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from draco_ray.errors import DamagedRun
-from draco_ray.runs.directory import STEP, check_regular
+from draco_ray.runs.directory import STEP_PATTERN, check_regular
 
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OPTIMIZER, COUNTERS = "optimizer.safetensors", "learner.json"
@@ -97,7 +97,7 @@ def _counters(path: Path) -> dict[str, Any]:
     if type(counters["updates"]) is not int or not isinstance(counters["sha256"], dict):
         raise ValueError("expected the number of updates, and the SHA-256 of each file")
     # A checkpoint may be copied to a folder of any name except another step's.
-    step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
+    step, written = STEP_PATTERN.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
         raise ValueError(f"written for checkpoint {str(written)[:50]!r}, not for this one")
     return counters

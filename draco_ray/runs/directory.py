@@ -46,9 +46,9 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
-from draco_ray.runs.schema import REQUIRED, STEP_TABLES, STRUCTURED_METRICS, TABLES
+from draco_ray.runs.schema import REQUIRED, STEP_TABLES, STRUCTURED_METRICS, TABLE_SCHEMAS
 
-SUFFIX = ".arrow"
+PART_SUFFIX = ".arrow"
 """File extension of a part: the file of one rollout or group of an unfinished step."""
 _CHECKSUM = 4
 
@@ -81,7 +81,7 @@ def read_part(path: Path) -> pa.Table:
         return stream.read_all()
 
 
-STEP = re.compile(r"step([0-9]{1,9})")
+STEP_PATTERN = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
 READ_ATTEMPTS = 10
 """Attempts to read a table while a writer merges its parts."""
@@ -133,7 +133,7 @@ def read_table(path: Path, name: str, columns: Sequence[str] | None = None) -> p
     Raises:
         DamagedRun: the file cannot be read, or its columns are not the table's.
     """
-    schema = TABLES[name]
+    schema = TABLE_SCHEMAS[name]
     wanted = schema if columns is None else pa.schema([schema.field(column) for column in columns])
     found = read_parquet(path, wanted)
     try:
@@ -151,7 +151,7 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     """
     try:
         check_regular(path)
-        if path.suffix == SUFFIX:
+        if path.suffix == PART_SUFFIX:
             rows = read_part(path)
             # Copy the columns: all columns share one buffer, which would stay in memory.
             found = rows.select([name for name in schema.names if name in rows.column_names])
@@ -293,7 +293,7 @@ class RunDirectory:
         Raises:
             DamagedRun: ``run.json`` is missing or cannot be read.
         """
-        path = self.path / config_signature.FILE
+        path = self.path / config_signature.RUN_FILE
         try:
             version = json.loads(read_text(path))["schema_version"]
             if not isinstance(version, int) or isinstance(version, bool) or version < 0:
@@ -394,7 +394,7 @@ class RunDirectory:
 
     def steps(self) -> list[int]:
         """Training steps that have rows, finished or not, ascending."""
-        found = (STEP.fullmatch(path.stem) for path in self.tables.glob("*/step*"))
+        found = (STEP_PATTERN.fullmatch(path.stem) for path in self.tables.glob("*/step*"))
         return sorted({int(match[1]) for match in found if match})
 
     @property
@@ -404,7 +404,7 @@ class RunDirectory:
 
     def checkpoint_steps(self) -> list[int]:
         """Training steps that have a checkpoint, ascending."""
-        found = (STEP.fullmatch(path.name) for path in self.checkpoints.glob("step*"))
+        found = (STEP_PATTERN.fullmatch(path.name) for path in self.checkpoints.glob("step*"))
         return sorted(int(match[1]) for match in found if match)
 
     def table(self, name: str, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
@@ -414,7 +414,7 @@ class RunDirectory:
             KeyError: if no table has that name.
             DamagedRun: a file cannot be read, or has other columns, another step's rows or an unexpected name.
         """
-        wanted = TABLES[name].names if columns is None else list(columns)
+        wanted = TABLE_SCHEMAS[name].names if columns is None else list(columns)
         read_too = [*wanted, *({"training_step"} - set(wanted))]
         for left in reversed(range(READ_ATTEMPTS)):
             paths = self._files(name, step)
@@ -425,7 +425,7 @@ class RunDirectory:
                 if left and paths != self._files(name, step):
                     continue
                 raise
-            return pa.concat_tables([TABLES[name].empty_table().select(read_too), *read]).select(wanted)
+            return pa.concat_tables([TABLE_SCHEMAS[name].empty_table().select(read_too), *read]).select(wanted)
         raise AssertionError
 
     def _files(self, name: str, step: int | None) -> list[Path]:
@@ -452,7 +452,7 @@ class RunDirectory:
 
 def _step_of(path: Path) -> int | None:
     """The step in the name of a file or its folder; None for other names, such as those of copies."""
-    found = STEP.fullmatch(path.parent.name) or STEP.fullmatch(path.stem)
+    found = STEP_PATTERN.fullmatch(path.parent.name) or STEP_PATTERN.fullmatch(path.stem)
     step = None if found is None else int(found[1])
     return step if found is not None and found[0] == f"step{step:05d}" else None
 
@@ -466,7 +466,7 @@ def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
 
 def _part_suffix(table: str) -> str:
     """Suffix of a table's parts; parts that are never merged are Parquet files."""
-    return SUFFIX if table in STEP_TABLES else ".parquet"
+    return PART_SUFFIX if table in STEP_TABLES else ".parquet"
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
 
 DRAWS = 2_000
 """Number of bootstrap samples per interval."""
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 """Confidence level of intervals."""
 
 
@@ -160,5 +160,5 @@ def mean_share(value_N: FloatArray, cluster_N: IntArray) -> Share | None:
         return Share(mean, None, None)
     drawn = np.random.default_rng(0).integers(0, len(counts_C), (DRAWS, len(counts_C)))
     means = sums_C[drawn].sum(axis=1) / counts_C[drawn].sum(axis=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    low, high = np.quantile(means, [(1 - CONFIDENCE_LEVEL) / 2, (1 + CONFIDENCE_LEVEL) / 2])
     return Share(mean, float(low), float(high))

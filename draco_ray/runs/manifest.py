@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.runs.checkpoints import COUNTERS, file_digest
-from draco_ray.runs.directory import STEP, RunDirectory, damaged, read_text, write_private
+from draco_ray.runs.directory import STEP_PATTERN, RunDirectory, damaged, read_text, write_private
 
-FILE = "manifest.json"
-TEXTS = ("config.yaml", "run.json", "tasks.json", "task_prompts.json")
+MANIFEST_FILE = "manifest.json"
+REWRITTEN_FILES = ("config.yaml", "run.json", "tasks.json", "task_prompts.json")
 """Files that a resumed run rewrites before its run store starts; each update computes their digests anew."""
 PACKAGES = ("draco-ray", "torch", "numpy", "transformers", "peft", "vllm")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -52,7 +52,7 @@ class Manifest:
             DamagedRun: the manifest of an earlier process cannot be read.
         """
         run = self._run
-        known = read_manifest(run) if (run.path / FILE).exists() else {"files": {}, "metrics": {}}
+        known = read_manifest(run) if (run.path / MANIFEST_FILE).exists() else {"files": {}, "metrics": {}}
         files: dict[str, str] = known["files"]
         for path in _covered(run):
             name = str(path.relative_to(run.path))
@@ -62,7 +62,7 @@ class Manifest:
                 if name not in files or (written > self._began_ns and self._seen.get(name) != written):
                     files |= _digests(run, path)
                     self._seen[name] = written
-        files |= {name: file_digest(run.path / name)[0] for name in TEXTS if (run.path / name).exists()}
+        files |= {name: file_digest(run.path / name)[0] for name in REWRITTEN_FILES if (run.path / name).exists()}
         steps = {str(line["step"]): line_digest(line) for line in run.metrics() if line["step"] <= last}
         machine = _together(known.get("machine", {}), this_machine())
         _write(run, {"machine": machine, "metrics": steps | known["metrics"], "files": dict(sorted(files.items()))})
@@ -74,7 +74,7 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
     Raises:
         DamagedRun: the manifest is missing, or its format is wrong.
     """
-    path = run.path / FILE
+    path = run.path / MANIFEST_FILE
     try:
         found = json.loads(read_text(path))
         for name in ("files", "metrics", "machine"):
@@ -93,7 +93,7 @@ def absent_tables(run: RunDirectory) -> str:
     Raises:
         DamagedRun: the manifest cannot be read.
     """
-    files = read_manifest(run)["files"] if (run.path / FILE).exists() else ()
+    files = read_manifest(run)["files"] if (run.path / MANIFEST_FILE).exists() else ()
     absent = [name for name in files if name.startswith("tables/") and not (run.path / name).exists()]
     return (
         f"{len(absent)} files of finished steps are missing, first {run.path / absent[0]}; restore them, otherwise "
@@ -110,7 +110,7 @@ def forget_steps(run: RunDirectory, last: int) -> None:
         DamagedRun: it cannot be read.
         OSError: it cannot be written.
     """
-    if not (run.path / FILE).exists():
+    if not (run.path / MANIFEST_FILE).exists():
         return
     found = read_manifest(run)
     later = {name for name in found["files"] if (step := step_of(name)) is not None and step > last}
@@ -121,7 +121,7 @@ def forget_steps(run: RunDirectory, last: int) -> None:
 
 def step_of(name: str) -> int | None:
     """The training step that a file of a run belongs to, by its path."""
-    parts = (STEP.fullmatch(part.removesuffix(".parquet")) for part in Path(name).parts)
+    parts = (STEP_PATTERN.fullmatch(part.removesuffix(".parquet")) for part in Path(name).parts)
     return next((int(found[1]) for found in parts if found), None)
 
 
@@ -148,7 +148,7 @@ def other_versions(run: RunDirectory) -> str:
     Raises:
         DamagedRun: the manifest cannot be read.
     """
-    made, here = read_manifest(run)["machine"] if (run.path / FILE).exists() else {}, this_machine()
+    made, here = read_manifest(run)["machine"] if (run.path / MANIFEST_FILE).exists() else {}, this_machine()
     return ", ".join(f"{name} {old} (here {here.get(name)})" for name, old in made.items() if old != here.get(name))
 
 
@@ -195,4 +195,4 @@ def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
 
 
 def _write(run: RunDirectory, tree: dict[str, Any]) -> None:
-    write_private(run.path / FILE, json.dumps(tree, indent=1) + "\n")
+    write_private(run.path / MANIFEST_FILE, json.dumps(tree, indent=1) + "\n")

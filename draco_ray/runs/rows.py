@@ -24,7 +24,7 @@ from draco_ray.records import (
     Turn,
 )
 from draco_ray.runs.directory import RunDirectory, read_table
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import TABLE_SCHEMAS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ def _row(table: str, training_step: int, record: object, /, **given: Any) -> Row
     NumPy arrays, tuples and enumerations need no conversion for Arrow.
     """
     known = {"training_step": training_step, **given}
-    return {name: known[name] if name in known else getattr(record, name) for name in TABLES[table].names}
+    return {name: known[name] if name in known else getattr(record, name) for name in TABLE_SCHEMAS[table].names}
 
 
 def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:

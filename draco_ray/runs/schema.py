@@ -71,7 +71,7 @@ def _type(kind: str) -> pa.DataType:
     return _MESSAGES if name == "messages" else pa.type_for_alias(name)
 
 
-TABLES = {table: pa.schema([(name, _type(kind)) for name, kind in _columns(table)]) for table in _COLUMNS}
+TABLE_SCHEMAS = {table: pa.schema([(name, _type(kind)) for name, kind in _columns(table)]) for table in _COLUMNS}
 """Table -> schema. A null ``rollout`` marks a row about the whole task or group."""
 REQUIRED = {table: frozenset(name for name, kind in _columns(table) if kind.endswith("!")) for table in _COLUMNS}
 """Table -> columns that are never null."""
@@ -83,9 +83,9 @@ for _name, _like in {
     # Judge calls about held-out rollouts, which belong to no training step.
     "heldout_calls": "judge_calls",
 }.items():
-    TABLES[_name], REQUIRED[_name] = TABLES[_like], REQUIRED[_like]
+    TABLE_SCHEMAS[_name], REQUIRED[_name] = TABLE_SCHEMAS[_like], REQUIRED[_like]
 
-STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation", "heldout")))
+STEP_TABLES = tuple(name for name in TABLE_SCHEMAS if not name.startswith(("evaluation", "heldout")))
 """Tables that a training step writes. The others hold measurements of a step's policy, perhaps made much later."""
 
 STRUCTURED_METRICS = frozenset(

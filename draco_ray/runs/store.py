@@ -15,9 +15,9 @@ import pyarrow.parquet as pq
 
 from draco_ray.config.config_signature import private_opener
 from draco_ray.records import JudgeCall
-from draco_ray.runs.directory import STEP, SUFFIX, RunDirectory, read_table, write_part, write_private
+from draco_ray.runs.directory import PART_SUFFIX, STEP_PATTERN, RunDirectory, read_table, write_part, write_private
 from draco_ray.runs.rows import Row, call_rows, part_rows, recover_paid_call
-from draco_ray.runs.schema import STEP_TABLES, TABLES
+from draco_ray.runs.schema import STEP_TABLES, TABLE_SCHEMAS
 
 ROW_GROUP_BYTES = 32 * 2**20
 """Size of a row group before compression, which limits how much of a table is in memory."""
@@ -37,15 +37,15 @@ class RunStore:
         if not rows:
             return
         try:
-            made = pa.Table.from_pylist(list(rows), schema=TABLES[table])
+            made = pa.Table.from_pylist(list(rows), schema=TABLE_SCHEMAS[table])
         except UnicodeEncodeError:
-            made = pa.Table.from_pylist(_encodable(rows), schema=TABLES[table])
+            made = pa.Table.from_pylist(_encodable(rows), schema=TABLE_SCHEMAS[table])
         self.write_table(table, step, key, made)
 
     def write_table(self, table: str, step: int, key: str, rows: pa.Table) -> None:
         """Like `write`, for an Arrow table."""
         path = self.directory.part(table, step, key)
-        (write_part if path.suffix == SUFFIX else write_parquet)(path, rows)
+        (write_part if path.suffix == PART_SUFFIX else write_parquet)(path, rows)
 
     def drop_rollouts(self, step: int, but: Collection[str]) -> None:
         """Remove the rollouts of an unfinished step, except those with the keys ``but``."""
@@ -58,7 +58,7 @@ class RunStore:
         self.write_metrics(step, metrics)
         self.gather(step)
 
-    def gather(self, step: int, tables: Collection[str] = TABLES.keys()) -> None:
+    def gather(self, step: int, tables: Collection[str] = TABLE_SCHEMAS.keys()) -> None:
         """Merge the parts of a finished step into one file per table. May be repeated after a kill."""
         for table in tables:
             parts = self.directory.part(table, step, "any").parent
@@ -73,7 +73,7 @@ class RunStore:
     def ungathered(self, last: int) -> list[int]:
         """Steps up to ``last`` that still have parts, ascending."""
         folders = (path for table in STEP_TABLES for path in (self.directory.tables / table).glob("step*/"))
-        steps = {int(found[1]) for path in folders if (found := STEP.fullmatch(path.name))}
+        steps = {int(found[1]) for path in folders if (found := STEP_PATTERN.fullmatch(path.name))}
         return sorted(step for step in steps if step <= last)
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def _join(whole: Path, table: str, paths: Sequence[Path]) -> None:
         if held:
             yield pa.concat_tables(held)
 
-    _write(whole, TABLES[table], groups())
+    _write(whole, TABLE_SCHEMAS[table], groups())
 
 
 def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:

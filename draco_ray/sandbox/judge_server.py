@@ -37,7 +37,7 @@ from starlette.routing import Route
 
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.registry import find_component
-from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
+from draco_ray.sandbox.rule_judge.noise import ANSWER_FUNCTIONS, Noise
 from draco_ray.sandbox.rule_judge.reading import format_reply
 
 MODEL_NAME = "rule-judge"
@@ -93,7 +93,7 @@ class JudgeApp:
     def __init__(self, behaviour: JudgeServerOptions) -> None:
         """Load the function that judges. Raises: ConfigError: ``use`` names no function."""
         self._behaviour = behaviour
-        self._answer = behaviour.noise.blur(find_component("judge.rule_judge.use", behaviour.use, ANSWERS))
+        self._answer = behaviour.noise.blur(find_component("judge.rule_judge.use", behaviour.use, ANSWER_FUNCTIONS))
         self._requests = 0
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._phases: Counter[str] = Counter()
@@ -263,7 +263,7 @@ class JudgeServer:
             ConfigError: ``use`` names no function.
         """
         self._port, self._behaviour = port, JudgeServerOptions(**behaviour)
-        find_component("judge.rule_judge.use", self._behaviour.use, ANSWERS)
+        find_component("judge.rule_judge.use", self._behaviour.use, ANSWER_FUNCTIONS)
 
     @property
     def pid(self) -> int:

@@ -15,7 +15,7 @@ from draco_ray.environments.jail import linux
 from draco_ray.errors import WorldError
 from draco_ray.temp_dirs import PrivateTempDir
 
-EXECUTE = Path(__file__).with_name("execute.py")
+EXECUTE_SCRIPT = Path(__file__).with_name("execute.py")
 Script = tuple[str, tuple[str, ...]]
 """Task id, and the code cells to execute."""
 
@@ -78,7 +78,7 @@ def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
 def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[ScriptResult]:
     done = subprocess.run(
         # Run it as a file: AppWorld's Python lacks our dependencies. -P keeps the file's folder off the path.
-        [appworld_python(None), "-P", "-B", str(EXECUTE), *["--evaluate"] * evaluate],
+        [appworld_python(None), "-P", "-B", str(EXECUTE_SCRIPT), *["--evaluate"] * evaluate],
         input="".join(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in scripts),
         env={**os.environ, "APPWORLD_ROOT": str(root)},
         capture_output=True,

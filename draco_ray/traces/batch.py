@@ -38,18 +38,18 @@ from draco_ray.runs.directory import as_store_errors
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-DISCOUNT = 0.5
+BATCH_PRICE_SHARE = 0.5
 """Share of the normal price that OpenAI and Anthropic charge for batches."""
 QUIET_SECONDS = 3.0
 POLL_SECONDS = 20.0
 MOST_REQUESTS = 20_000
 """Maximum number of requests in one batch; OpenAI accepts 50,000, and 200 MB."""
 DAY_SECONDS = 26 * 3600.0
-FILE = "batches.json"
-MANY = 10_000
+BATCHES_FILE = "batches.json"
+MAX_IN_FLIGHT = 10_000
 """Maximum number of requests in flight."""
 
-ALL = ""
+BATCH_KEY = ""
 """Key of the result that applies to every request of a batch that has no result of its own."""
 
 Result = tuple[str, Any]
@@ -65,7 +65,7 @@ class BatchApi(Protocol):
         ...
 
     async def results(self, batch: str) -> dict[str, Result] | None:
-        """Request id, or `ALL`, -> reply; None while the batch is running."""
+        """Request id, or `BATCH_KEY`, -> reply; None while the batch is running."""
         ...
 
 
@@ -94,7 +94,9 @@ class BatchClient(LiteLLMClient):
         Raises:
             ConfigError: no batch API of the provider is known.
         """
-        waiting = config.model_copy(update={"request_timeout_seconds": DAY_SECONDS, "concurrency_per_worker": MANY})
+        waiting = config.model_copy(
+            update={"request_timeout_seconds": DAY_SECONDS, "concurrency_per_worker": MAX_IN_FLIGHT}
+        )
         super().__init__(waiting, cache, leases=leases)
         self._endpoint = BatchEndpoint(waiting, cache, quiet_seconds, poll_seconds)
 
@@ -138,7 +140,7 @@ class BatchEndpoint(Endpoint):
         self._api = _api(config, self.api_key)
         self._cache = cache
         self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
-        self._file = None if config.cache is None else config.cache / FILE
+        self._file = None if config.cache is None else config.cache / BATCHES_FILE
         self._batches = {} if config.cache is None else unsettled_batches(config.cache)
         """Running batches."""
         self._unsettled: dict[str, set[str]] = {}
@@ -173,7 +175,7 @@ class BatchEndpoint(Endpoint):
             raise litellm.APIConnectionError(said, llm_provider="batch", model=self._config.model) from error
         finally:
             self._work.pop(number, None)
-        kind, reply = results.get(number) or results.get(ALL, ("error", "ended without a reply to this request"))
+        kind, reply = results.get(number) or results.get(BATCH_KEY, ("error", "ended without a reply to this request"))
         if kind == "refused":
             raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
         if kind == "busy":
@@ -277,7 +279,7 @@ def unsettled_batches(folder: Path) -> dict[str, dict[str, str]]:
     waiting = read_cost_ledger(folder).under_way
     return {
         batch: {number: lease for number, lease in members.items() if not lease or lease in waiting}
-        for batch, members in read_batches(folder / FILE).items()
+        for batch, members in read_batches(folder / BATCHES_FILE).items()
     }
 
 
@@ -288,7 +290,7 @@ def _json_lines(content: bytes) -> list[Any]:
 
 def _cheaper(price: Price) -> Price:
     def half(rate: float | None) -> float | None:
-        return None if rate is None else rate * DISCOUNT
+        return None if rate is None else rate * BATCH_PRICE_SHARE
 
     names = ("input", "cached_input", "cache_write", "output")
     tiers = tuple(tier.model_copy(update={name: half(getattr(tier, name)) for name in names}) for tier in price.tiers)
@@ -372,7 +374,7 @@ class OpenAIBatches:
             reasons = (state.errors and state.errors.data) or []
             # The limit counts the tokens of all running batches, so other batches have to end first.
             kind = "busy" if any(each.code == "token_limit_exceeded" for each in reasons) else "refused"
-            found[ALL] = kind, f"failed: {'; '.join(str(each.message) for each in reasons)[:300]}"
+            found[BATCH_KEY] = kind, f"failed: {'; '.join(str(each.message) for each in reasons)[:300]}"
         return found
 
     def _client(self) -> AsyncOpenAI:

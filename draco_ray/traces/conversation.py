@@ -24,7 +24,7 @@ from draco_ray.traces.entry import (
 )
 from draco_ray.traces.model import escape_surrogates
 
-CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
+CODE_PATTERN = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """Pattern of the code to run in a turn of a code agent, unless a mapping gives another pattern."""
 NO_TASK = "(the trace does not say what was asked of the agent)"
 
@@ -75,7 +75,7 @@ def assemble_conversation(
     *,
     instruction: str | None = None,
     tools: Sequence[str] = (),
-    code: re.Pattern[str] | None = CODE,
+    code: re.Pattern[str] | None = CODE_PATTERN,
 ) -> tuple[tuple[Message, ...], tuple[Turn, ...], tuple[str, ...], str]:
     """Prompt, turns, notes, and task text (empty if the trace does not state it) of a conversation.
 

@@ -11,7 +11,7 @@ from typing import Any
 from draco_ray.traces.model import escape_surrogates
 
 AGENT = "assistant"
-EARLIER = "earlier assistant"
+EARLIER_AGENT = "earlier assistant"
 """Role of an agent's messages in a prompt: the policy did not sample them."""
 MAX_SHOWN = 2_000
 """Maximum length of a part of an unknown kind, in characters."""
@@ -33,7 +33,7 @@ class MissingTaskId(BadTrace):
     """A record without the field that ``group_by`` names, whatever its format."""
 
 
-UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+UNREADABLE_ERRORS = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
 """Exceptions that a reader may raise for a record that does not fit its format."""
 
 

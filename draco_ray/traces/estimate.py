@@ -1,8 +1,8 @@
 """Estimated cost of judging, from the lengths of the traces: calls, tokens and dollars by phase.
 
 Input is estimated at `CHARACTERS_PER_TOKEN`. Reply lengths are those of judges on AppWorld's tasks (`REPLY_TOKENS`,
-and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric that the judge writes. Prompt caching and
-retries are ignored.
+and `CRITERION_TOKENS` per criterion), with `ASSUMED_CRITERIA` criteria in a rubric that the judge writes. Prompt
+caching and retries are ignored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from draco_ray.traces.judging import MOST_IN_UNION
 from draco_ray.traces.model import TraceGroup, TraceSummary
 
 CHARACTERS_PER_TOKEN = 4
-CRITERIA = 10
+ASSUMED_CRITERIA = 10
 CRITERION_TOKENS = 150
 REPLY_TOKENS = {
     Stage1.name: 2000,
@@ -92,7 +92,7 @@ def estimate_cost(
             largest=0.0 if price is None else reply_cost(price, bound, 0, config.judge.max_tokens),
         )
 
-    verdicts = (CRITERIA if rubric is None else len(rubric)) * CRITERION_TOKENS
+    verdicts = (ASSUMED_CRITERIA if rubric is None else len(rubric)) * CRITERION_TOKENS
     criteria = verdicts * CHARACTERS_PER_TOKEN
     for group in groups:
         lengths = [min(_read(each), room) for each in group.summaries]

@@ -13,7 +13,7 @@ from draco_ray.traces.model import Trace, escape_surrogates
 
 MIN_PROSE = 40
 """Minimum length of text that counts as prose, in characters."""
-COMPARED = 60
+COMPARED_CHARACTERS = 60
 """Number of leading characters of a text that are searched for in the traces."""
 _NAMES = ("name", "tool", "toolName", "tool_name", "function_name", "function")
 _ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_input")
@@ -69,7 +69,7 @@ def unused_fields(record: Any, traces: Sequence[Trace], repeated: Sequence[str] 
         path
         for path, texts in _evidence(record, "", repeated)
         for text in texts
-        if escape_surrogates(text.strip())[:COMPARED] not in shown
+        if escape_surrogates(text.strip())[:COMPARED_CHARACTERS] not in shown
     )
     return tuple(lost)[:MAX_REPORTED]
 

@@ -22,22 +22,22 @@ from draco_ray.errors import TraceError
 from draco_ray.traces.entry import BadTrace, decode_if_json
 from draco_ray.traces.templates import parse_chat_template
 
-LINES = (".jsonl", ".ndjson", ".jsonlines")
-DOCUMENTS = (".json", ".traj", ".har")
-TEXTS = (".chatml", ".txt")
-INSPECT = (".eval",)
-PACKED = (".parquet", ".zip")
-COMPRESSED = (".gz", ".zst")
+LINE_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines")
+DOCUMENT_SUFFIXES = (".json", ".traj", ".har")
+TEXT_SUFFIXES = (".chatml", ".txt")
+INSPECT_SUFFIXES = (".eval",)
+PACKED_SUFFIXES = (".parquet", ".zip")
+COMPRESSED_SUFFIXES = (".gz", ".zst")
 MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 """First bytes of a file -> its kind, independent of its name."""
 STREAMED = (b"data:", b"event:")
 """First bytes of server-sent events."""
 MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
 """Maximum length of a line, and of a document, in bytes."""
-MAX_RATIO, FREE = 300, 2**26
-"""Maximum decompression ratio, not counting the first `FREE` bytes of a file."""
+MAX_RATIO, FREE_BYTES = 300, 2**26
+"""Maximum decompression ratio, not counting the first `FREE_BYTES` bytes of a file."""
 ROWS_AT_ONCE = 64
-INDEX = "traces.jsonl"
+TRACES_FILE = "traces.jsonl"
 """File of a run directory with judged traces: the source of each trace."""
 
 
@@ -80,7 +80,7 @@ def is_run(path: Path) -> bool:
 def _below(folder: Path, other: Counter[str]) -> list[Path]:
     if is_run(folder):
         # A run directory with results of earlier judging is read only if it is named explicitly.
-        return [] if (folder / INDEX).is_file() else [folder]
+        return [] if (folder / TRACES_FILE).is_file() else [folder]
     found: list[Path] = []
     try:
         inside = sorted(folder.iterdir())
@@ -89,12 +89,13 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
     except PermissionError:
         # Return the folder itself: the caller will try to read it as a file, and report the error.
         return [folder]
+    known = (*LINE_SUFFIXES, *DOCUMENT_SUFFIXES, *INSPECT_SUFFIXES, *PACKED_SUFFIXES)
     for path in inside:
         if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
             continue
         if path.is_dir():
             found += [] if tau2 and path.name == "simulations" else _below(path, other)
-        elif path.is_file() and plain_suffix(path) in (*LINES, *DOCUMENTS, *INSPECT, *PACKED):
+        elif path.is_file() and plain_suffix(path) in known:
             found.append(path)
         elif path.is_file():
             other[path.suffix or path.name] += 1
@@ -104,7 +105,7 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
 def plain_suffix(path: Path) -> str:
     """The suffix of the file name, ignoring ``.gz`` and ``.zst``."""
     name = path.name.casefold()
-    return Path(next((name.removesuffix(each) for each in COMPRESSED if name.endswith(each)), name)).suffix
+    return Path(next((name.removesuffix(each) for each in COMPRESSED_SUFFIXES if name.endswith(each)), name)).suffix
 
 
 def records(path: Path, inside: str | None = None) -> Iterator[RecordOrError]:
@@ -117,7 +118,7 @@ def records(path: Path, inside: str | None = None) -> Iterator[RecordOrError]:
         kind_ = detect_compression(path)
         if kind_ == ".parquet":
             yield from _parquet(path)
-        elif plain_suffix(path) in INSPECT:
+        elif plain_suffix(path) in INSPECT_SUFFIXES:
             yield from _inspect(path)
         elif kind_ == ".zip":
             yield from _zip(path, inside)
@@ -150,7 +151,7 @@ class _Bounded:
 
     def __init__(self, file: Any, size: int) -> None:
         self._file = file
-        self._limit = FREE + size * MAX_RATIO
+        self._limit = FREE_BYTES + size * MAX_RATIO
         self._read = 0
 
     def line(self) -> bytes:
@@ -188,7 +189,7 @@ def _zip(path: Path, inside: str | None) -> Iterator[RecordOrError]:
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             ending = plain_suffix(Path(member.filename))
-            if member.is_dir() or ending not in (*LINES, *DOCUMENTS):
+            if member.is_dir() or ending not in (*LINE_SUFFIXES, *DOCUMENT_SUFFIXES):
                 continue
             found = True
             with archive.open(member) as file:
@@ -200,9 +201,9 @@ def _zip(path: Path, inside: str | None) -> Iterator[RecordOrError]:
 
 def _stream(file: _Bounded, where: str, ending: str, inside: str | None) -> Iterator[RecordOrError]:
     """The records of an open file."""
-    if ending in LINES:
+    if ending in LINE_SUFFIXES:
         yield from _lines(file, where)
-    elif ending in TEXTS:
+    elif ending in TEXT_SUFFIXES:
         yield from _chatml(file.rest(), where)
     else:
         yield from _document(file.rest().strip(), where, inside)

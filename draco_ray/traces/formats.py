@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.conversation import CODE, assemble_conversation, tool_texts
+from draco_ray.traces.conversation import CODE_PATTERN, assemble_conversation, tool_texts
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, MissingTaskId, json_type_name
 from draco_ray.traces.model import Trace, printable_id
 
@@ -28,7 +28,7 @@ class ReadOptions:
 
     group_by: str | None = None
     """Dotted path of the task's name; None: use the format's task id or one of `TASK_IDS`, or else group by prompt."""
-    code: re.Pattern[str] = CODE
+    code: re.Pattern[str] = CODE_PATTERN
     """See `draco_ray.traces.conversation.assemble_conversation`."""
     format: str = ""
     """Name of the format of the records."""

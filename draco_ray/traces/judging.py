@@ -53,7 +53,7 @@ SINGLE = "a single trace: no dropout, no advantage"
 Phases = dict[tuple[str, int | None], Judged[Any]]
 ALONE_RULE = "no_dropout"
 """The advantage rule for a single trace: there is no other to compare it with, so every criterion counts."""
-ALONE = {
+SINGLE_TRACE_SETTINGS = {
     "rule": ALONE_RULE,
     "merge_proposals": False,
     "skip_useless_credit_calls": False,
@@ -189,7 +189,7 @@ async def judge_group(
         lambda: tuple(as_trajectory(trace, group.task_id, rollout) for rollout, trace in enumerate(traces))
     )
     state = GroupJudgement(index=index, task_id=group.task_id, traces=traces, trajectories=played, static=static)
-    algorithm = config.algorithm.model_copy(update=ALONE if state.single else {})
+    algorithm = config.algorithm.model_copy(update=SINGLE_TRACE_SETTINGS if state.single else {})
     await run_group_pipeline(
         state, algorithm, judge_of(traces), most=config.judge.max_union_criteria, least=min(2, len(traces))
     )

@@ -31,15 +31,15 @@ from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, lock_run, read_text, write_private
 from draco_ray.runs.store import RunStore
-from draco_ray.traces.files import INDEX
+from draco_ray.traces.files import TRACES_FILE
 from draco_ray.traces.judging import GroupJudgement
 from draco_ray.traces.model import TraceGroup
-from draco_ray.traces.results import GROUP, JudgedGroup, json_lines, judged_group
+from draco_ray.traces.results import GROUP_ADAPTER, JudgedGroup, json_lines, judged_group
 
 GROUPS_A_STEP = 32
 JUDGED = "judged"
-LINES = "judged.jsonl"
-SETTING = "traces"
+JUDGED_FILE = "judged.jsonl"
+TRACES_SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
@@ -91,8 +91,8 @@ class JudgingRun:
             if not new:
                 _check_same(directory, config, index)
                 directory.write_config(dump_config(config))
-            if not (path / INDEX).is_file() or not _begun(path):
-                write_private(path / INDEX, index)
+            if not (path / TRACES_FILE).is_file() or not _begun(path):
+                write_private(path / TRACES_FILE, index)
             yield cls(directory, groups)
 
     @property
@@ -111,7 +111,7 @@ class JudgingRun:
     def judged(self, index: int) -> JudgedGroup | None:
         """The result of a group; None if it is not finished."""
         path = self._result(index)
-        return GROUP.validate_json(path.read_bytes()) if path.is_file() else None
+        return GROUP_ADAPTER.validate_json(path.read_bytes()) if path.is_file() else None
 
     def keep(self, state: GroupJudgement) -> JudgedGroup:
         """Store everything about a finished group.
@@ -125,7 +125,7 @@ class JudgingRun:
             path = self._result(state.index)
             path.parent.mkdir(exist_ok=True, mode=0o700)
             # Write this file last: its presence marks the group as complete.
-            write_private(path, GROUP.dump_json(result).decode())
+            write_private(path, GROUP_ADAPTER.dump_json(result).decode())
         except OSError as error:
             raise StoreError(
                 f"{self.path}: cannot be written: {error.strerror or error}; free disk space there and run the same "
@@ -138,7 +138,7 @@ class JudgingRun:
         traces = judged = 0
         rewards: list[float] = []
         errors: list[str] = []
-        lines = self.path / f"{LINES}.tmp"
+        lines = self.path / f"{JUDGED_FILE}.tmp"
         with open(lines, "w", encoding="utf-8", opener=private_opener) as file:
             for begin in range(0, len(self._groups), GROUPS_A_STEP):
                 step = begin // GROUPS_A_STEP + 1
@@ -163,7 +163,7 @@ class JudgingRun:
                         self._store.finish_step(step, metrics)
                     else:
                         self._store.write_metrics(step, metrics)
-        lines.replace(self.path / LINES)
+        lines.replace(self.path / JUDGED_FILE)
         return Totals(traces, judged, tuple(rewards), tuple(errors))
 
     def results(self) -> Iterator[JudgedGroup]:
@@ -203,11 +203,11 @@ class JudgingRun:
 
 def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> None:
     path = directory.path
-    if not (path / INDEX).is_file() and directory.steps():
+    if not (path / TRACES_FILE).is_file() and directory.steps():
         raise ConfigError(f"--out {path}: this is not a run directory of judged traces; choose a new folder")
     if not _begun(path):
         return  # An earlier process left the directory without judgements, e.g. because the judge was unreachable.
-    if (path / INDEX).is_file() and read_text(path / INDEX) != index:
+    if (path / TRACES_FILE).is_file() and read_text(path / TRACES_FILE) != index:
         raise ConfigError(f"--out {path}: contains judgements of other traces or groups; choose a new folder")
     if (changed := _changed(load_config(str(path)), config)) is not None:
         raise ConfigError(
@@ -218,7 +218,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     if config.algorithm.rubric != "static" or pinned is None or not groups:
         return
     # The rubric file may have been edited since.
-    if GROUP.validate_json(groups[0].read_bytes()).rubric != load_static_rubric(pinned):
+    if GROUP_ADAPTER.validate_json(groups[0].read_bytes()).rubric != load_static_rubric(pinned):
         raise ConfigError(
             f"--out {path}: the earlier judgement there used other criteria than {pinned} has now; choose a new folder"
         )

@@ -17,7 +17,7 @@ from typing import Any, TypedDict, Unpack
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import (
     LOCAL_PROVIDER,
-    RULES,
+    RULE_JUDGE,
     DracoConfig,
     JudgeConfig,
     JudgeLimits,
@@ -42,7 +42,7 @@ from draco_ray.judging.reply_cache import CostLedger, ReplyCache, read_cost_ledg
 from draco_ray.judging.tokens import model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Ask, GroupJudgement, JudgeOf, environment_facts, judge_group
-from draco_ray.traces.judging_run import SETTING, JudgingRun
+from draco_ray.traces.judging_run import TRACES_SETTING, JudgingRun
 from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
 from draco_ray.workers.tasks import gather_or_cancel
@@ -130,7 +130,7 @@ def plan(
     judge = _served_here(judge, ray=ray)
     check_budget(judge, model)
     of_run = base.updated(model={"path": "traces"}).model_copy(
-        update={"judge": judge, "setting": SETTING, "run": RunConfig(root=base.run.root, trackers=())}
+        update={"judge": judge, "setting": TRACES_SETTING, "run": RunConfig(root=base.run.root, trackers=())}
     )
     static = None
     if rubric is not None or base.algorithm.rubric == "static":
@@ -446,7 +446,7 @@ async def judge(
         batch=batch,
     )
 
-    if settled.config.judge.model == RULES and complete is None:
+    if settled.config.judge.model == RULE_JUDGE and complete is None:
         raise ConfigError(
             "judge rules: only the command draco judge has this offline judge; expected a LiteLLM model such as "
             "openai/gpt-5.4, files:DIR, or complete"

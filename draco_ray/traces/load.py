@@ -21,8 +21,8 @@ from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory, Turn
-from draco_ray.traces.conversation import CODE
-from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, MissingTaskId, json_type_name
+from draco_ray.traces.conversation import CODE_PATTERN
+from draco_ray.traces.entry import AGENT, UNREADABLE_ERRORS, BadTrace, MissingTaskId, json_type_name
 from draco_ray.traces.field_tracking import track_fields, unused_fields
 from draco_ray.traces.files import RecordOrError, is_run, records, trace_files
 from draco_ray.traces.formats import Format, ReadOptions
@@ -33,8 +33,8 @@ from draco_ray.traces.readers.chat import session as chat_session
 
 log = logging.getLogger(__name__)
 
-AUTO = "auto"
-RUN = "run"
+AUTO_FORMAT = "auto"
+RUN_FORMAT = "run"
 """Name of the format of our own run directories."""
 SHOWN_PROBLEMS = 20
 NO_GROUPS = "none"
@@ -47,7 +47,7 @@ Place = tuple[int, int]
 
 def format_names() -> list[str]:
     """Valid values of ``format``."""
-    return [AUTO, *FORMATS, RUN]
+    return [AUTO_FORMAT, *FORMATS, RUN_FORMAT]
 
 
 class Groups(list[TraceGroup]):
@@ -81,7 +81,7 @@ class Spool:
             return self._file.read(place[1])
 
 
-TRACE = TypeAdapter(Trace)
+TRACE_ADAPTER = TypeAdapter(Trace)
 _Name = tuple[Any, str]
 """Identity of a session: (function that names the sessions of the format, session name)."""
 
@@ -142,7 +142,7 @@ class _Loader:
             try:
                 for record in (each.record,) if format_.split is None else format_.split(each.record):
                     self._part(RecordOrError(each.where, record), format_)
-            except UNREADABLE as problem:
+            except UNREADABLE_ERRORS as problem:
                 self.unreadable(each.where, problem, format_)
 
     def _part(self, found: RecordOrError, format_: Format) -> None:
@@ -206,7 +206,7 @@ class _Loader:
             gathered = [json.loads(self.spool.get(place)) for place, _ in places]
             try:
                 self._read(format_, RecordOrError(where, gathered), [each for _, each in places])
-            except UNREADABLE as problem:
+            except UNREADABLE_ERRORS as problem:
                 self.unreadable(where, problem, format_)
         self.sessions = {}
 
@@ -226,7 +226,7 @@ class _Loader:
         # A file's name need not be UTF-8.
         source, task_id = escape_surrogates(trace.source), self._task_id(trace, trace_id)
         trace = replace(trace, trace_id=trace_id, task_id=task_id, source=source, notes=notes)
-        place = self.spool.put(TRACE.dump_json(trace))
+        place = self.spool.put(TRACE_ADAPTER.dump_json(trace))
         summary = TraceSummary(
             trace_id=trace_id,
             format=trace.format,
@@ -275,7 +275,7 @@ class _Loader:
 
 def load_traces(
     path: str | Path | Sequence[str | Path],
-    format: str = AUTO,
+    format: str = AUTO_FORMAT,
     group_by: str | None = None,
     mapping: str | Path | None = None,
 ) -> Groups:
@@ -298,7 +298,7 @@ def load_traces(
     paths = [Path(each) for each in ([path] if isinstance(path, str | Path) else path)]
     if format not in format_names():
         raise ConfigError(f"format {format!r}: unknown; expected one of {', '.join(format_names())}")
-    if mapping is not None and format != AUTO:
+    if mapping is not None and format != AUTO_FORMAT:
         raise ConfigError(f"format {format} and a mapping both describe the records; give only one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
@@ -313,14 +313,14 @@ def load_traces(
         log.warning("files of other kinds are ignored: %s", counted)
     for file in files:
         if is_run(file):
-            if format not in (AUTO, RUN) or mapped is not None or group_by not in (None, NO_GROUPS):
+            if format not in (AUTO_FORMAT, RUN_FORMAT) or mapped is not None or group_by not in (None, NO_GROUPS):
                 raise ConfigError(
                     f"{file}: rollouts of a run directory are already grouped by task; leave out --format, --mapping "
                     "and --group-by"
                 )
             for trace in read_run_traces(file):
                 loader.add(trace)
-        elif format == RUN:
+        elif format == RUN_FORMAT:
             loader.problem(str(file), "expected a run directory (it has a config.yaml and tables/)")
         else:
             _read_file(loader, file, None if mapped is None else mapped.records)
@@ -401,7 +401,7 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
             )
             for turn in trajectory.turns
         ),
-        format=RUN,
+        format=RUN_FORMAT,
         source=source,
         ended=trajectory.ended,
         training_step=training_step,
@@ -437,11 +437,11 @@ def _single(found: RecordOrError) -> Iterator[RecordOrError]:
 
 def _code(mapped: FieldMapping | None) -> re.Pattern[str]:
     given = mapped is not None and mapped.action_pattern
-    return re.compile(given, re.DOTALL) if given else CODE
+    return re.compile(given, re.DOTALL) if given else CODE_PATTERN
 
 
 def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trace]]:
-    return lambda: [TRACE.validate_json(spool.get(place)) for place in places]
+    return lambda: [TRACE_ADAPTER.validate_json(spool.get(place)) for place in places]
 
 
 def _described(record: object) -> str:

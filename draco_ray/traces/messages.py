@@ -53,7 +53,7 @@ RESULT_ROLE = re.compile(r"(tool|function)(-calls?)?-(result|response|output)s?"
 CALL_ROLE = re.compile(r"(tool|function)-(call|use)s?(-invocation)?")
 """Roles of messages that contain only tool calls, in fields or in the text (smolagents: a Python list, ShareGPT: JSON).
 If a message's role is an agent's, its type is matched too. `RESULT_ROLE` is the same for tool results."""
-CALLS = "tool-call"
+TOOL_CALL_ROLE = "tool-call"
 LANGCHAIN = ("human", "ai", "system", "tool", "function", "developer")
 """Types of LangChain's messages, used as roles; its class names begin with them."""
 GEMINI_CLI = ("user", "gemini", "info", "warning", "error")
@@ -62,7 +62,7 @@ USERS = ("user", "user_proxy", "human")
 """Sources in AutoGen that are the user; every other counts as the agent, since a team acts as one."""
 USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
 """Names of the user's side in AutoGen's first versions, in which its role may be ``assistant``."""
-ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
+ITEM_TYPE_PATTERN = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
 """Item types of OpenAI's Responses API."""
 _LETTA = {
     "tool_call_message": AGENT,
@@ -75,9 +75,9 @@ _CONTENTS = ("parts", "content", "contents", "blocks", "text", "system_prompt", 
 """Fields of a message that may contain its text."""
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response that may contain the answer."""
-ANSWERS = ("choices", "candidates", "generations")
+ANSWER_FIELDS = ("choices", "candidates", "generations")
 """Fields of a response that list alternative answers; the first answer is read."""
-_REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "output", "response", *ANSWERS)
+_REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "output", "response", *ANSWER_FIELDS)
 
 
 def entries(messages: object, where: str = "message") -> list[Entry]:
@@ -128,7 +128,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     if reply.get("done") is False and "model" in reply:
         # A piece of a streamed answer of Ollama.
         return []
-    for name in () if reply.get("role") else ANSWERS:
+    for name in () if reply.get("role") else ANSWER_FIELDS:
         if isinstance(reply.get(name), list) and reply[name]:
             first = reply[name][0]
             while isinstance(first, list) and first:
@@ -197,7 +197,7 @@ def is_message(value: object) -> bool:
     message = unwrapped(value)
     if message is value.get("content"):
         return False
-    return _speaker(message) is not None or bool(ITEM.fullmatch(str(message.get("type"))))
+    return _speaker(message) is not None or bool(ITEM_TYPE_PATTERN.fullmatch(str(message.get("type"))))
 
 
 def unwrapped(message: Fields) -> Fields:
@@ -265,7 +265,7 @@ def _role(role: str, message: Fields) -> str:
     if role in RESULT_ROLES or any(map(RESULT_ROLE.fullmatch, kinds)):
         return "tool"
     if any(map(CALL_ROLE.fullmatch, kinds)):
-        return CALLS
+        return TOOL_CALL_ROLE
     if role in AGENT_ROLES:
         return AGENT
     if role in ("developer", "system"):
@@ -301,7 +301,7 @@ def _message(role: str, message: Fields) -> Iterator[Entry]:
     content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
     if role != "tool" or _holds_results(decode_stored_parts(content)):
         content = decode_stored_parts(content)
-    if role == CALLS:
+    if role == TOOL_CALL_ROLE:
         single, said = call_of(message), result_text(content)
         blocks = content if isinstance(content, list) else ()
         if single.name and (single.arguments is not None or not said):

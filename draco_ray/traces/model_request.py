@@ -10,7 +10,7 @@ from draco_ray.traces.formats import get_field, path_value
 from draco_ray.traces.messages import AGENT_ROLES, entries, is_message, unwrapped
 from draco_ray.traces.templates import parse_chat_template
 
-REQUESTS = (
+REQUEST_PATHS = (
     *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
     *("values", "chat", "", "channel_values", "artifact", "message.artifact", "kwargs"),
 )
@@ -43,7 +43,7 @@ SYSTEM = (
 TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 
 
-def request_in(record: object, paths: Sequence[str] = REQUESTS) -> tuple[Mapping[str, Any], str, Any] | None:
+def request_in(record: object, paths: Sequence[str] = REQUEST_PATHS) -> tuple[Mapping[str, Any], str, Any] | None:
     """The request in a record, the field with its messages, and the messages; None if there are none."""
     for path in paths:
         request = decode_if_json(path_value(record, path)) if path else record
@@ -63,7 +63,7 @@ def request_entries(record: object) -> list[Entry]:
     Raises:
         BadTrace: it contains something that is not a message.
     """
-    if (found := request_in(record, ("", *REQUESTS))) is None:
+    if (found := request_in(record, ("", *REQUEST_PATHS))) is None:
         return []
     request, _, history = found
     if isinstance(history, list):

@@ -44,7 +44,7 @@ from draco_ray.traces.entry import (
     object_of,
 )
 from draco_ray.traces.formats import ReadOptions, build_trace, get_field, number, path_value, register_format
-from draco_ray.traces.messages import ANSWERS, entries, is_message, reply_entries
+from draco_ray.traces.messages import ANSWER_FIELDS, entries, is_message, reply_entries
 from draco_ray.traces.model import Trace, printable_id
 from draco_ray.traces.model_request import TOOLS, first_path_value, request_entries
 from draco_ray.traces.parts import result_text
@@ -52,14 +52,14 @@ from draco_ray.traces.parts import result_text
 Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
 AGENT_SPANS = ("invoke_agent", "agent")
-INPUTS = (
+INPUT_ATTRIBUTES = (
     "gen_ai.input.messages",
     "ai.prompt.messages",
     "langfuse.observation.input",
     "mlflow.spanInputs",
     "input.value",
 )
-OUTPUTS = (
+OUTPUT_ATTRIBUTES = (
     "gen_ai.output.messages",
     "langfuse.observation.output",
     "mlflow.spanOutputs",
@@ -74,21 +74,21 @@ OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens",
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
 
 
-LOGS = ("resourceLogs", "scopeLogs", "logRecords")
+LOG_FIELDS = ("resourceLogs", "scopeLogs", "logRecords")
 """OTLP's lists of events, which have the fields of a span."""
-OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans", *LOGS)
+OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans", *LOG_FIELDS)
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """Fields of exports that contain spans."""
 MAX_DEPTH = 8
-KINDS = (
+KIND_ATTRIBUTES = (
     *("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType"),
     "traceloop.span.kind",
 )
 """Attributes with the kind of a span."""
 TOOL_CALL_IDS = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
 TOOL_NAMES = ("gen_ai.tool.name", "tool.name", "ai.toolCall.name", "traceloop.entity.name")
-TOOL_ARGUMENTS = ("gen_ai.tool.call.arguments", *INPUTS[2:], "ai.toolCall.args", "traceloop.entity.input")
-TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[1:], "ai.toolCall.result", "traceloop.entity.output")
+TOOL_ARGUMENTS = ("gen_ai.tool.call.arguments", *INPUT_ATTRIBUTES[2:], "ai.toolCall.args", "traceloop.entity.input")
+TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUT_ATTRIBUTES[1:], "ai.toolCall.result", "traceloop.entity.output")
 
 
 def is_otel(record: object) -> bool:
@@ -238,7 +238,7 @@ def _attributes(attributes: object) -> dict[str, Any]:
 
 def _flatten(prefix: str, tree: Mapping[str, Any], found: dict[str, Any]) -> None:
     for key, value in tree.items():
-        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*INPUTS, *OUTPUTS):
+        if isinstance(value, Mapping) and f"{prefix}{key}" not in (*INPUT_ATTRIBUTES, *OUTPUT_ATTRIBUTES):
             _flatten(f"{prefix}{key}.", value, found)
         elif isinstance(value, list) and f"{prefix}{key}".startswith((*FLAT_INPUTS, *FLAT_OUTPUTS)):
             _flatten(f"{prefix}{key}.", {str(i): each for i, each in enumerate(value)}, found)
@@ -256,8 +256,8 @@ def _value(value: object) -> Any:
     return next(iter(value.values()), None)
 
 
-CONVERSATION = "gen_ai.conversation.id"
-SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
+CONVERSATION_ID = "gen_ai.conversation.id"
+SESSIONS = (CONVERSATION_ID, "session.id", "langfuse.session.id")
 
 
 def session(span: Span, file: str) -> tuple[str, ...]:
@@ -293,12 +293,12 @@ def _named(ordered: list[Span]) -> dict[str, list[Span]]:
         while at["parent"] in by_id and at["parent"] not in above[span["id"]]:
             at = by_id[at["parent"]]
             above[span["id"]].append(at["id"])
-        if name := span["attributes"].get(CONVERSATION):
+        if name := span["attributes"].get(CONVERSATION_ID):
             for each in (*above[span["id"]], span["trace"]):
                 around.setdefault(each, set()).add(str(name))
     found: dict[str, list[Span]] = {}
     for span in ordered:
-        own = [str(name) for each in above[span["id"]] if (name := by_id[each]["attributes"].get(CONVERSATION))]
+        own = [str(name) for each in above[span["id"]] if (name := by_id[each]["attributes"].get(CONVERSATION_ID))]
         alone = (next(iter(around[e])) for e in (*above[span["id"]], span["trace"]) if len(around.get(e, ())) == 1)
         if around:
             found.setdefault(next(iter(own), None) or next(alone, str(span["trace"])), []).append(span)
@@ -373,7 +373,7 @@ def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
 
 def _tools(attributes: Mapping[str, Any]) -> Any:
     """The tools that a model call declares, in an attribute or in its input."""
-    for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
+    for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUT_ATTRIBUTES):
         value = _json(attributes.get(name))
         value = _json(first_path_value([value, get_field(value, "kwargs")], TOOLS)) if name not in TOOL_LISTS else value
         if isinstance(value, list) and value:
@@ -422,7 +422,7 @@ def _task(of_trace: list[Span]) -> str:
 def _kind(span: Span) -> str:
     """The kind of a span in lower case; empty if not stated."""
     attributes = span["attributes"]
-    return next((str(attributes[name]).strip('"').casefold() for name in KINDS if attributes.get(name)), "")
+    return next((str(attributes[name]).strip('"').casefold() for name in KIND_ATTRIBUTES if attributes.get(name)), "")
 
 
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
@@ -451,12 +451,12 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
     stated = _kind(span) != ""
-    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT, stated) or _choices(span)
+    outputs = _messages(attributes, OUTPUT_ATTRIBUTES, FLAT_OUTPUTS, AGENT, stated) or _choices(span)
     outputs = outputs or _of_ai_sdk(attributes, of_agents)
     if not outputs:
         return None
-    # `ai.prompt` is not in INPUTS: with nested attributes, it may hold `ai.prompt.messages` instead of a prompt.
-    inputs = _messages(attributes, (*INPUTS, "ai.prompt"), FLAT_INPUTS, "user", stated) or _earlier(span)
+    # `ai.prompt` is not in `INPUT_ATTRIBUTES`: with nested attributes, it may hold `ai.prompt.messages` instead.
+    inputs = _messages(attributes, (*INPUT_ATTRIBUTES, "ai.prompt"), FLAT_INPUTS, "user", stated) or _earlier(span)
     system = _json(attributes.get("gen_ai.system_instructions"))
     if system:
         parts = system if isinstance(system, list | str) else [system]
@@ -499,7 +499,7 @@ def _messages(
         found = request_entries(value) if role != AGENT else [] if several else reply_entries(value)
         if any(each.role in (role, "tool", "user") for each in found):
             return found
-        blocked = role == AGENT and isinstance(value, Mapping) and value.keys() & set(ANSWERS)
+        blocked = role == AGENT and isinstance(value, Mapping) and value.keys() & set(ANSWER_FIELDS)
         if not value or blocked or (isinstance(value, str) and not value.strip()):
             # Nothing was said, for example because the answer was blocked.
             continue

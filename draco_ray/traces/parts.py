@@ -39,28 +39,29 @@ from draco_ray.traces.model import escape_surrogates
 HIDDEN = "<think>[thinking that the provider does not show]</think>"
 MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
 """Types of parts and items without content."""
-CALLS = ("tool_use", "tool_call", "tool-call", "function_call", "toolUse", "functionCall")
-RESULTS = (
+CALL_SUFFIXES = ("tool_use", "tool_call", "tool-call", "function_call", "toolUse", "functionCall")
+RESULT_SUFFIXES = (
     *("tool_result", "tool_call_response", "tool-result", "tool-error", "tool_call_result", "toolResult"),
     *("functionResponse", "function_response", "tool-return", "retry-prompt", "_call_output"),
     *("functionResult", "function_result"),
 )
-"""`CALLS` and `RESULTS`: suffixes by which the type of a message part is that of a call or a result."""
+"""`CALL_SUFFIXES` and `RESULT_SUFFIXES`: suffixes by which the type of a message part is that of a call or a result."""
 CALL_IDS = ("toolUseId", "tool_call_id", "toolCallId", "call_id", "callId", "id")
 OUTCOMES = ("result", "results", "outputs", "output", "error", "errorText")
 """Fields of a call that may contain its result."""
-OUTPUTS = ("text", "json", "content", "error-text", "error-json")
+OUTPUT_TYPES = ("text", "json", "content", "error-text", "error-json")
 """Values of ``type`` in the objects that the AI SDK puts around a tool's output. An object with another ``type`` is the
 output itself."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
-TYPES = (
-    *(*CALLS, *RESULTS, "executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
+TYPE_KEYS = (
+    *(*CALL_SUFFIXES, *RESULT_SUFFIXES),
+    *("executableCode", "executable_code", "codeExecutionResult", "code_execution_result"),
     *("reasoningContent", "reasoning_content", "cachePoint"),
 )
 """Keys of a part without ``type`` that stand for its type."""
 UNTYPED = ({"call_id", "content"}, {"toolCallId", "result"}, {"toolCallId", "output"})
 """Sets of fields that identify a result without a type."""
-FILES = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
+FILE_KEYS = ("inlineData", "inline_data", "fileData", "file_data", *MEDIA)
 """Keys of a file's part that stand for its type, if it has neither ``type`` nor ``text``."""
 
 
@@ -110,7 +111,7 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return "dynamic-tool", {**each["state"], "id": each.get("callID"), "name": each.get("tool")}
     if type_:
         return type_, each
-    if (key := next((name for name in TYPES if isinstance(each.get(name), Mapping)), None)) is not None:
+    if (key := next((name for name in TYPE_KEYS if isinstance(each.get(name), Mapping)), None)) is not None:
         return key, each[key]
     if thought := text_of(each, "reasoningContent", "reasoning_content"):
         return "thinking", {"text": thought}
@@ -118,7 +119,7 @@ def _typed(each: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
         return ("thinking" if each.get("thought") is True else "text"), each
     if isinstance(each.get("json"), Mapping | list):
         return "json", each
-    if (key := next((name for name in FILES if isinstance(each.get(name), Mapping)), None)) is not None:
+    if (key := next((name for name in FILE_KEYS if isinstance(each.get(name), Mapping)), None)) is not None:
         return ("file" if key.startswith("inline") else key), each[key]
     if any(names <= each.keys() for names in UNTYPED):
         return "tool_result", each
@@ -148,9 +149,9 @@ def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
         return [Entry(role="", calls=(ToolCall(name="code", arguments={"code": fields.get("code", fields)}),))]
     if type_ in ("codeExecutionResult", "code_execution_result"):
         return [Entry(role="tool", text=result_text(fields.get("output", fields)))]
-    if type_.endswith(RESULTS):
+    if type_.endswith(RESULT_SUFFIXES):
         return [result_of(fields, type_)]
-    if type_.endswith(CALLS):
+    if type_.endswith(CALL_SUFFIXES):
         return [Entry(role="", calls=(call_of(fields, type_ if "type" in fields else "tool"),))]
     if type_ in ("dynamic-tool", "mcp_call") or (type_.startswith("tool-") and "toolCallId" in fields):
         if fields.get("state") == "output-denied":
@@ -164,7 +165,7 @@ def _tool(type_: str, fields: Mapping[str, Any]) -> list[Entry]:
 
 
 def _is_own_tool(type_: str) -> bool:
-    return type_.endswith("_call") and not type_.endswith(CALLS)
+    return type_.endswith("_call") and not type_.endswith(CALL_SUFFIXES)
 
 
 def provider_tool_entries(name: str, item: Mapping[str, Any], outcomes: Sequence[str] = OUTCOMES) -> list[Entry]:
@@ -191,7 +192,7 @@ def result_of(fields: Mapping[str, Any], type_: str = "", content: object = None
     """The result of a tool in any form, marked if the tool failed; ``content``, if given, replaces the fields' own."""
     names = ("content", "response", "result", "output", "tool_return", "result_value", type_)
     said = first_of(fields, *names) if content is None else content
-    if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUTS:
+    if isinstance(said, Mapping) and "value" in said and said.get("type") in OUTPUT_TYPES:
         type_, said = f"{type_} {said['type']}", said["value"]
     error = fields.get("errorText") or fields.get("error")
     if isinstance(error, Mapping):

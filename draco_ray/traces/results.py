@@ -100,7 +100,7 @@ class JudgedGroup:
     notes: tuple[str, ...] = ()
 
 
-GROUP = TypeAdapter(JudgedGroup)
+GROUP_ADAPTER = TypeAdapter(JudgedGroup)
 
 
 def judged_group(state: GroupJudgement) -> JudgedGroup:

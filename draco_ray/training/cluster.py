@@ -31,7 +31,7 @@ from draco_ray.errors import ClusterError, ConfigError, one_line
 from draco_ray.interruption import handler_kept
 from draco_ray.judging.outage import format_duration
 from draco_ray.placement import driver_node_affinity
-from draco_ray.training.preflight import SUBMITTED
+from draco_ray.training.preflight import SUBMITTED_JOB_VARIABLE
 from draco_ray.training.progress import shown
 from draco_ray.training.sizes import ray_address
 
@@ -376,7 +376,7 @@ START_ATTEMPTS = 3
 """Attempts to start Ray: it gives a node 30 s to start, which a busy machine may exceed."""
 GCS_SECONDS = "180"
 """Ray's limit for the start of its head service, in seconds, instead of 30."""
-LATE = "timed out during startup"
+START_TIMEOUT_MESSAGE = "timed out during startup"
 """Part of Ray's error message for a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """Path of the log that Ray's error quotes when its dashboard does not start."""
@@ -468,11 +468,11 @@ def start_ray(console: Console | None = None, **options: Any) -> None:
             return
         except Exception as error:
             # Ray raises a bare Exception when a node does not start in time.
-            if LATE not in str(error) or attempt + 1 == START_ATTEMPTS:
+            if START_TIMEOUT_MESSAGE not in str(error) or attempt + 1 == START_ATTEMPTS:
                 raise
             ray.shutdown()
             if console is not None:
-                console.print(f"Ray {LATE}; attempt {attempt + 2} of {START_ATTEMPTS}")
+                console.print(f"Ray {START_TIMEOUT_MESSAGE}; attempt {attempt + 2} of {START_ATTEMPTS}")
 
 
 def _one_line(error: BaseException) -> str:
@@ -487,6 +487,6 @@ def _forwarded() -> dict[str, Any]:
 
     Ray refuses a variable that is set in both places.
     """
-    submitted = json.loads(os.environ.get(SUBMITTED, "{}")).get("runtime_env") or {}
+    submitted = json.loads(os.environ.get(SUBMITTED_JOB_VARIABLE, "{}")).get("runtime_env") or {}
     already = submitted.get("env_vars") or {}
     return {"env_vars": {name: os.environ[name] for name in FORWARDED if name in os.environ and name not in already}}

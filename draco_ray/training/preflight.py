@@ -21,15 +21,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_tensor_parallel, is_router_or_expert
+from draco_ray.engine.model_config import SHAPES, check_experts, check_heads, check_tensor_parallel, is_router_or_expert
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.prompts import KEY_FILE, evidence_key
-from draco_ray.judging.reply_cache import FILE, RESTORE, check_local_disk, check_store, create_store
+from draco_ray.judging.reply_cache import REPLIES_FILE, RESTORE, check_local_disk, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
-SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+SUBMITTED_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
 """Timeout for a node to start a process and look for data and model."""
@@ -87,8 +87,8 @@ def step_size(config: DracoConfig) -> StepSize:
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
     """Size of the float32 LoRA adapter, from the checkpoint's matrices; 0 if the checkpoint is not on this machine."""
-    if model_path in TABLE:
-        shape = TABLE[model_path]["shape"]
+    if model_path in SHAPES:
+        shape = SHAPES[model_path]["shape"]
         layers = (shape["distinct"][index]["linears"] for index in shape["order"])
         sides = sum(linear["inputs"] + linear["outputs"] for linears in layers for linear in linears)
         return learner.lora_rank * sides * FLOAT32_BYTES
@@ -197,7 +197,7 @@ def check_outlives_job(root: Path | str) -> None:
             f"run.root={root} is inside the files submitted with this job ({folder}), which Ray deletes; set run.root "
             "to a folder that outlives the job"
         )
-    if SUBMITTED in os.environ and not root.is_absolute():
+    if SUBMITTED_JOB_VARIABLE in os.environ and not root.is_absolute():
         raise ConfigError(
             f"run.root={root} is a relative path in the cluster's working directory ({folder}), which may be deleted "
             "with its container; set run.root to an absolute path that outlives the job"
@@ -252,7 +252,7 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     if not keeps_replies(before) or not keeps_replies(config) or not any(run.tables.glob("judge_calls/step*")):
         return
     folder = config.judge.cache or run.judge_cache
-    missing = None if check_store(folder) else FILE
+    missing = None if check_store(folder) else REPLIES_FILE
     # Every prompt contains a code derived from this key, so with another key no stored reply would match.
     missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
     if missing is not None and config.judge.cache == before.judge.cache:

@@ -29,14 +29,14 @@ from draco_ray.records import Message
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_bytes, read_table, read_text, write_private
 from draco_ray.runs.manifest import forget_steps
-from draco_ray.runs.schema import STEP_TABLES, TABLES
+from draco_ray.runs.schema import STEP_TABLES, TABLE_SCHEMAS
 from draco_ray.runs.store import RunStore
 from draco_ray.training.trainer import OrderRules, TaskOrder, TaskPart
 
 log = logging.getLogger(__name__)
 
 
-FREE = (
+CHANGEABLE_KEYS = (
     *(
         "run.",
         "ray.",
@@ -57,10 +57,10 @@ FREE = (
 )
 """Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
 same judge is reached, and what may be spent."""
-TASKS, PROMPTS = "tasks.json", "task_prompts.json"
-HELD_OUT, FILE = "", "/"
-"""Key of the held-out tasks in the file `PROMPTS`, and prefix of the keys of `judge_files`; no task has such an id."""
-KEPT = {
+TASKS_FILE, PROMPTS_FILE = "tasks.json", "task_prompts.json"
+HELD_OUT, FILE_PREFIX = "", "/"
+"""Key of the held-out tasks in `PROMPTS_FILE`, and prefix of the keys of `judge_files`; no task has such an id."""
+REUSED_TABLES = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
     "judge_calls": ("task_id", "phase", "rollout"),
@@ -87,12 +87,12 @@ class StartPoint:
 
 
 def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
-    """``key (old -> new)`` for every key that differs and is not in `FREE`."""
+    """``key (old -> new)`` for every key that differs and is not in `CHANGEABLE_KEYS`."""
     before, after = (dict(flat(config.model_dump(mode="json"))) for config in (old, new))
     return [
         f"{key} ({before.get(key)} -> {after.get(key)})"
         for key in sorted(before.keys() | after.keys())
-        if before.get(key) != after.get(key) and not key.startswith(FREE)
+        if before.get(key) != after.get(key) and not key.startswith(CHANGEABLE_KEYS)
     ]
 
 
@@ -104,7 +104,7 @@ def allowed_changes(
     Raises:
         ConfigError: there are changes and ``allow_changed`` is off.
     """
-    files = [f"{name.removeprefix(FILE)} (edited)" for name in edited if name.startswith(FILE)]
+    files = [f"{name.removeprefix(FILE_PREFIX)} (edited)" for name in edited if name.startswith(FILE_PREFIX)]
     changes = [*config_changes(old, new), *files]
     if changes and not allow_changed:
         raise ConfigError(
@@ -148,12 +148,12 @@ def adopt_tasks(
         console.print(f"training tasks: {len(gone)} tasks no longer exist; they are left out from step {step + 1} on")
     if not parts or now != before or parts[-1].rules != rules:
         parts.append(TaskPart(step + 1 if parts else 1, tuple(sorted(now)), rules))
-    write_private(run.path / TASKS, json.dumps([asdict(part) for part in parts]))
+    write_private(run.path / TASKS_FILE, json.dumps([asdict(part) for part in parts]))
     return parts
 
 
 def judge_files(config: DracoConfig) -> dict[str, str]:
-    """Digests of the judge's files (prompts, examples, static rubrics), by their keys in the file `PROMPTS`.
+    """Digests of the judge's files (prompts, examples, static rubrics), by their keys in the file `PROMPTS_FILE`.
 
     Raises:
         ConfigError: one of them cannot be used.
@@ -169,7 +169,7 @@ def judge_files(config: DracoConfig) -> dict[str, str]:
     for key, path in (("algorithm.static_rubric", static), ("judge.held_out.rubric", held_out)):
         if path is not None:
             contents[f"{key}={path}"] = [asdict(criterion) for criterion in load_static_rubric(path)]
-    return {f"{FILE}{name}": _digest(content) for name, content in contents.items()}
+    return {f"{FILE_PREFIX}{name}": _digest(content) for name, content in contents.items()}
 
 
 def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
@@ -195,11 +195,11 @@ def write_prompts(
     Tasks and files that no longer exist stay recorded, because they may come back. Raises: OSError, DamagedRun.
     """
     recorded = {**_recorded_digests(run), **_prompt_digests(prompts), **(others or {})}
-    write_private(run.path / PROMPTS, json.dumps(recorded))
+    write_private(run.path / PROMPTS_FILE, json.dumps(recorded))
 
 
 def _recorded_digests(run: RunDirectory) -> dict[str, Any]:
-    path = run.path / PROMPTS
+    path = run.path / PROMPTS_FILE
     if not path.exists():
         return {}
     try:
@@ -223,7 +223,7 @@ def recorded_order(run: RunDirectory) -> TaskOrder:
         DamagedRun: one of them is missing or cannot be read.
     """
     if not (parts := _task_parts(run)):
-        raise damaged(run.path / TASKS, "it is missing or empty")
+        raise damaged(run.path / TASKS_FILE, "it is missing or empty")
     order = TaskOrder(parts[-1].tasks, **asdict(parts[-1].rules))
     order.parts = parts
     for line in run.metrics():
@@ -233,7 +233,7 @@ def recorded_order(run: RunDirectory) -> TaskOrder:
 
 def _task_parts(run: RunDirectory) -> list[TaskPart]:
     """The parts of a run, oldest first. Raises: DamagedRun: ``tasks.json`` cannot be read."""
-    path = run.path / TASKS
+    path = run.path / TASKS_FILE
     if not path.exists():
         return []
     try:
@@ -340,17 +340,17 @@ def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
 def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
     """Split a step's tables back into the parts they were merged from, and delete those that will be rewritten."""
     store = RunStore(run)
-    for folder in (run.tables / name for name in TABLES):
+    for folder in (run.tables / name for name in TABLE_SCHEMAS):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
         # Judge calls were paid for, so they stay recorded even if the rollouts do not.
-        keep = folder.name in ("judge_calls", "heldout_calls") or (reuse and folder.name in KEPT)
+        keep = folder.name in ("judge_calls", "heldout_calls") or (reuse and folder.name in REUSED_TABLES)
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)
         elif gathered.exists():
             rows = read_table(gathered, folder.name)
             named: dict[str, list[int]] = {}
             for index, names in enumerate(
-                zip(*(rows.column(name).to_pylist() for name in KEPT[folder.name]), strict=True)
+                zip(*(rows.column(name).to_pylist() for name in REUSED_TABLES[folder.name]), strict=True)
             ):
                 named.setdefault("-".join(str(name) for name in names if name is not None), []).append(index)
             for key, indices in named.items():

@@ -25,8 +25,7 @@ from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory, as_store_errors, lock_run
 from draco_ray.runs.evaluations import read_evaluations, read_judged
-from draco_ray.runs.manifest import FILE as MANIFEST
-from draco_ray.runs.manifest import absent_tables, other_versions
+from draco_ray.runs.manifest import MANIFEST_FILE, absent_tables, other_versions
 from draco_ray.runs.remote.location import RunLocation, begun, open_working_folder, parse_run_location, run_location
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, CheckContext, check_root, raise_findings, run_checks
@@ -35,8 +34,8 @@ from draco_ray.training.held_out import is_complete
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
     HELD_OUT,
-    PROMPTS,
-    TASKS,
+    PROMPTS_FILE,
+    TASKS_FILE,
     StartPoint,
     adopt_config,
     adopt_tasks,
@@ -166,7 +165,9 @@ def resume(
             edited, edited_others = edited_tasks(run, prompts), edited_names(run, others)
             changes = allowed_changes(run, old, config, edited_others, allow_changed=allow_changed)
             lost = (
-                [] if run.untouched else [name for name in (TASKS, PROMPTS, MANIFEST) if not (run.path / name).exists()]
+                []
+                if run.untouched
+                else [name for name in (TASKS_FILE, PROMPTS_FILE, MANIFEST_FILE) if not (run.path / name).exists()]
             )
             # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
             reuse = not changes and not edited and config.algorithm.reward != "outcome"

@@ -22,8 +22,9 @@ from draco_ray.config.schema import WatchConfig
 from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import format_duration
 
-COST = 30
-"""The memory thread spends at most 1/COST of its time on samples, which are slow: the kernel walks every page."""
+TIME_SHARE_DIVISOR = 30
+"""The memory thread spends at most 1 / `TIME_SHARE_DIVISOR` of its time on samples. They are slow: the kernel walks
+every page."""
 
 
 def tree_memory_bytes() -> int:
@@ -60,7 +61,7 @@ class PeakMemory:
         while not self._done.is_set():
             started = time.monotonic()
             self.peak_bytes = max(self.peak_bytes, tree_memory_bytes())
-            self._done.wait(max(self._every, COST * (time.monotonic() - started)))
+            self._done.wait(max(self._every, TIME_SHARE_DIVISOR * (time.monotonic() - started)))
 
 
 ResultT = TypeVar("ResultT")

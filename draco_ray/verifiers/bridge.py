@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-WANTED = "0.4"
+SUPPORTED_VERSION = "0.4"
 """Prefix of the supported versions of verifiers."""
 MOST_TASKS = 10_000
 """Maximum number of tasks of a split."""
@@ -114,8 +114,8 @@ def _check_version() -> None:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise UnusableTaskset(f"verifiers is not installed for {sys.executable}; run `make setup-verifiers`") from None
-    if not re.match(re.escape(WANTED) + r"(\.|$)", version):
-        raise UnusableTaskset(f"verifiers {version} is installed for {sys.executable}; expected {WANTED}.*")
+    if not re.match(re.escape(SUPPORTED_VERSION) + r"(\.|$)", version):
+        raise UnusableTaskset(f"verifiers {version} is installed for {sys.executable}; expected {SUPPORTED_VERSION}.*")
 
 
 def _environment(options: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ from draco_ray.environments.base import checked_options
 from draco_ray.environments.own_python import own_python
 from draco_ray.errors import ConfigError, WorldError
 
-VARIABLE = "DRACO_VERIFIERS_PYTHON"
+PYTHON_VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
 
 
@@ -61,7 +61,7 @@ def verifiers_python(options: VerifiersOptions) -> str:
             options.python,
             of="verifiers'",
             key="environment.options.python",
-            variable=VARIABLE,
+            variable=PYTHON_VARIABLE,
             folder=".venv-verifiers",
             made_by=MADE_BY,
         )

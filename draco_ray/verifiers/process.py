@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.program import MARK, end_strays, passed_env_vars
+from draco_ray.environments.program import EPISODE_VARIABLE, end_strays, passed_env_vars
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.verifiers.options import VerifiersOptions, bridge_options_json, verifiers_python
@@ -101,7 +101,7 @@ class BridgeProcess:
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=output,
-                env={**environment, MARK: self._mark},
+                env={**environment, EPISODE_VARIABLE: self._mark},
                 start_new_session=True,
             )
         self.played = self.playing = 0

@@ -20,7 +20,7 @@ import yaml
 
 from draco_ray.environments import program
 from draco_ray.records import EpisodeEnd, Trajectory
-from draco_ray.rollout.program_agent import FOLDER, read_harness
+from draco_ray.rollout.program_agent import HARNESSES_FOLDER, read_harness
 from tests.support.coding_agents import Workspaces, leftover_processes, new_mark
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler, call
 from tests.support.turns import AheadClock
@@ -62,7 +62,7 @@ def installed(name: str) -> str:
 
 def changed(folder: Path, name: str, *, words: tuple[str, ...] = (), **variables: str) -> str:
     """A recipe with more words behind the program's first two, and more variables."""
-    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    recipe = yaml.safe_load((HARNESSES_FOLDER / f"{name}.yaml").read_text())
     recipe["command"][2:2] = words
     recipe["variables"] = {**recipe.get("variables", {}), **variables}
     (folder / f"{name}.yaml").write_text(json.dumps(recipe))
@@ -300,7 +300,7 @@ async def test_opencode_compacts_its_history(tmp_path: Path) -> None:
             return f"A title{END}"
         return f"Summary: fix add.{END}" if "anchored summary from the conversation history" in prompt else next(main)
 
-    recipe = yaml.safe_load((FOLDER / "opencode.yaml").read_text())
+    recipe = yaml.safe_load((HARNESSES_FOLDER / "opencode.yaml").read_text())
     config = recipe["variables"]["OPENCODE_CONFIG_CONTENT"]
     # Its own words take 26,000 tokens.
     small = config.replace('{"{model}": {}}', '{"{model}": {"limit": {"context": 30000, "output": 1000}}}')

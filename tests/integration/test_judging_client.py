@@ -391,7 +391,7 @@ async def test_paid_answers_are_kept_by_everything_that_shapes_them(tmp_path: Pa
 
 
 async def test_a_judge_that_is_reached_elsewhere_is_asked_nothing_twice_by_its_run(tmp_path: Path) -> None:
-    """An endpoint may change when a run is continued (`draco_ray.training.resume.FREE`)."""
+    """An endpoint may change when a run is continued (`draco_ray.training.resume.CHANGEABLE_KEYS`)."""
 
     async def asked_of(base: str, *, own: bool = True, **changes: object) -> int:
         judge = build_judge(config(base, cache=str(tmp_path), **changes), own_replies=own)

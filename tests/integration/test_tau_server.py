@@ -89,7 +89,7 @@ def test_a_checkpoint_answers_with_tools_under_its_own_key(tmp_path: Path) -> No
 
 
 def test_a_server_that_cannot_start_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_server, "PROGRAM", [sys.executable, "-m", "no_such_module"])
+    monkeypatch.setattr(openai_server, "SERVER_COMMAND", [sys.executable, "-m", "no_such_module"])
     model = build_tiny_model(tmp_path / "model")
     policy = TauPolicy(name="base", model=str(model))
     config = configure(model)

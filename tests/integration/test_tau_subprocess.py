@@ -17,7 +17,7 @@ from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
 from draco_ray.benchmarks.tau.results import simulation_files
 from draco_ray.benchmarks.tau.server import api_policy
-from draco_ray.benchmarks.tau.tau2_process import RUNNER, find_tau2
+from draco_ray.benchmarks.tau.tau2_process import RUNNER_SCRIPT, find_tau2
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.child import Child
 from draco_ray.errors import ConfigError, TauBenchError
@@ -188,7 +188,7 @@ def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
     while not list(kept.glob("[!.]*.json")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    tau2, *_ = descendants(process.pid, str(RUNNER))
+    tau2, *_ = descendants(process.pid, str(RUNNER_SCRIPT))
     with pytest.raises(ConfigError, match="another process is using it"), EvaluationDirectory.open(out).claimed():
         pass
     process.send_signal(signal.SIGINT)
@@ -332,7 +332,7 @@ def test_a_killed_set_continues_without_repeating_anything(machine: Path) -> Non
     while not list(second.rglob("simulations/[!.]*.json")):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
-    tau2, *_ = descendants(process.pid, str(RUNNER))
+    tau2, *_ = descendants(process.pid, str(RUNNER_SCRIPT))
     process.kill()
     process.communicate()
     psutil.wait_procs([tau2], timeout=600)

@@ -21,7 +21,7 @@ from draco_ray.judging.outage import JudgeHealth
 from draco_ray.judging.reply_cache import ReplyCache, read_cost_ledger
 from draco_ray.records import Message
 from draco_ray.traces import batch, library
-from draco_ray.traces.batch import FILE, BatchClient, BatchEndpoint
+from draco_ray.traces.batch import BATCHES_FILE, BatchClient, BatchEndpoint
 from draco_ray.traces.library import judge, open_judge
 from draco_ray.traces.load import load_traces
 from tests.support.batch_server import BatchServer
@@ -126,7 +126,7 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(
         server.held.set()
         first = client(server, provider, tmp_path)
         waiting = asyncio.gather(*(first(asked(text)) for text in ("one", "two")))
-        while not (tmp_path / FILE).is_file():  # noqa: ASYNC110 (written by another's task)
+        while not (tmp_path / BATCHES_FILE).is_file():  # noqa: ASYNC110 (written by another's task)
             await asyncio.sleep(0.01)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -138,7 +138,7 @@ async def test_who_goes_on_waits_for_the_batch_that_is_under_way(
         assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 1]
         third = client(server, provider, tmp_path)
         assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+    assert json.loads((tmp_path / BATCHES_FILE).read_text(encoding="utf-8")) == {}
 
 
 @pytest.mark.parametrize("provider", sorted(MODELS))
@@ -153,7 +153,7 @@ async def test_requests_that_a_killed_process_left_are_booked_once(
         await killed(asyncio.gather(*map(first, map(asked, texts))), lambda: len(first._endpoint._next) == 2)
         assert read_cost_ledger(tmp_path).under_way == {}, "the provider has never received them"
         second = client(server, provider, tmp_path)
-        await killed(asyncio.gather(*map(second, map(asked, texts))), (tmp_path / FILE).is_file)
+        await killed(asyncio.gather(*map(second, map(asked, texts))), (tmp_path / BATCHES_FILE).is_file)
         server.held.clear()
         book = read_cost_ledger(tmp_path)
         assert len(book.under_way) == 2
@@ -186,7 +186,7 @@ async def test_replies_that_were_read_and_not_stored_are_read_again(
             await killed(asyncio.ensure_future(client(server, "openai", tmp_path)(asked("one"))), reached.is_set)
         assert (await client(server, "openai", tmp_path)(asked("one"))).text == "re: one"
         assert len(server.batches) == 1
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+    assert json.loads((tmp_path / BATCHES_FILE).read_text(encoding="utf-8")) == {}
 
 
 async def test_a_batch_that_could_not_be_asked_about_is_waited_for_again(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ async def test_a_batch_that_could_not_be_asked_about_is_waited_for_again(tmp_pat
         assert (await second(asked("one"))).text == "re: one"
         assert len(server.batches) == 1
     assert read_cost_ledger(tmp_path).dollars == pytest.approx(0.01)
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+    assert json.loads((tmp_path / BATCHES_FILE).read_text(encoding="utf-8")) == {}
 
 
 async def test_the_judges_of_a_panel_go_on_with_a_batch_each(tmp_path: Path) -> None:
@@ -217,7 +217,7 @@ async def test_the_judges_of_a_panel_go_on_with_a_batch_each(tmp_path: Path) -> 
             return [BatchClient(each, kept, quiet_seconds=0.1, poll_seconds=0.02) for each in configs]
 
         waiting = asyncio.gather(*(each(asked("one")) for each in clients()))
-        kept = tmp_path / FILE
+        kept = tmp_path / BATCHES_FILE
         while not kept.is_file() or len(json.loads(kept.read_text(encoding="utf-8"))) < 2:  # noqa: ASYNC110 (as above)
             await asyncio.sleep(0.01)
         waiting.cancel()
@@ -227,7 +227,7 @@ async def test_the_judges_of_a_panel_go_on_with_a_batch_each(tmp_path: Path) -> 
         found = await asyncio.gather(*(each(asked("one")) for each in clients()))
         assert [each.text for each in found] == ["re: one"] * 2
         assert len(server.batches) == 2
-    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+    assert json.loads((tmp_path / BATCHES_FILE).read_text(encoding="utf-8")) == {}
 
 
 @pytest.mark.parametrize(("code", "requests"), [("invalid_json_line", 1), ("token_limit_exceeded", 2)])

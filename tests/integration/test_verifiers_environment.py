@@ -20,7 +20,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
-from draco_ray.environments.program import MARK
+from draco_ray.environments.program import EPISODE_VARIABLE
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.judging.render import agent_trajectory
 from draco_ray.records import EpisodeEnd, Trajectory
@@ -285,6 +285,6 @@ def test_what_is_missing_is_said_in_one_line(tmp_path: Path, options: dict[str, 
 
 def _marked(process: psutil.Process) -> bool:
     try:
-        return MARK in process.environ()
+        return EPISODE_VARIABLE in process.environ()
     except psutil.Error:
         return False

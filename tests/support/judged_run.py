@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draco_ray.config.schema import RULES, JudgeConfig
+from draco_ray.config.schema import RULE_JUDGE, JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import load_prompts
@@ -20,7 +20,7 @@ from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_
 
 FAMILY = "count_library_songs"
 TASK = "task_1"
-CONFIG = JudgeConfig(model=RULES, reasks=1)
+CONFIG = JudgeConfig(model=RULE_JUDGE, reasks=1)
 STEPS: dict[int, tuple[tuple[Fault, ...], ...]] = {
     1: ((), (Fault.FIRST_PAGE_ONLY,)),
     2: ((Fault.PRINT_SECRET,), (Fault.FIRST_PAGE_ONLY, Fault.PRINT_SECRET)),

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from draco_ray.judging.reply_cache import FILE, ReplyCache, read_cost_ledger
+from draco_ray.judging.reply_cache import REPLIES_FILE, ReplyCache, read_cost_ledger
 
 LIBC = ctypes.CDLL(None)
 ANSWER: dict[str, object] = {"text": "x" * 9000}
@@ -42,7 +42,7 @@ def problems(folder: Path, acknowledged: set[str]) -> list[str]:
     """Errors that a later process finds, given the changes that were acknowledged to the killed one."""
     cache = ReplyCache(folder)
     book, found = read_cost_ledger(folder), []
-    with contextlib.closing(sqlite3.connect(folder / FILE)) as connection:
+    with contextlib.closing(sqlite3.connect(folder / REPLIES_FILE)) as connection:
         if connection.execute("PRAGMA integrity_check").fetchone() != ("ok",):
             found.append("the file is damaged")
 

@@ -12,8 +12,8 @@ import pyarrow as pa
 
 from draco_ray.runs.checkpoints import ADAPTER, COUNTERS, file_digest
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.manifest import FILE
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.manifest import MANIFEST_FILE
+from draco_ray.runs.schema import TABLE_SCHEMAS
 from draco_ray.runs.store import write_parquet
 
 KINDS = ("verdict", "reply", "token", "adapter")
@@ -33,7 +33,7 @@ def tampered(run: RunDirectory, to: Path, kind: str, seed: int) -> tuple[RunDire
 
 def with_right_digests(run: RunDirectory, path: Path) -> None:
     """Write the digest of a changed file into the manifest, and that of a checkpoint's file into its counters."""
-    manifest = json.loads((run.path / FILE).read_text())
+    manifest = json.loads((run.path / MANIFEST_FILE).read_text())
     changed = [path]
     if path.parent.parent == run.checkpoints:
         counters = path.with_name(COUNTERS)
@@ -43,7 +43,7 @@ def with_right_digests(run: RunDirectory, path: Path) -> None:
         changed.append(counters)
     for each in changed:
         manifest["files"][str(each.relative_to(run.path))] = file_digest(each)[0]
-    (run.path / FILE).write_text(json.dumps(manifest))
+    (run.path / MANIFEST_FILE).write_text(json.dumps(manifest))
 
 
 def _verdict(run: RunDirectory, step: int, chance: random.Random) -> str:
@@ -94,5 +94,5 @@ def _adapter(run: RunDirectory, step: int, chance: random.Random) -> str:
 
 def _write(run: RunDirectory, table: str, step: int, rows: list[dict[str, object]]) -> None:
     path = run.tables / table / f"step{step:05d}.parquet"
-    write_parquet(path, pa.Table.from_pylist(rows, schema=TABLES[table]))
+    write_parquet(path, pa.Table.from_pylist(rows, schema=TABLE_SCHEMAS[table]))
     with_right_digests(run, path)

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Evaluation, JudgeCall
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -335,7 +335,7 @@ def test_a_difference_is_over_the_seeds_that_both_have(
 
 def test_lost_rollouts_are_counted(job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = wanted(job, "draco", 0)
-    lost = [replace(each, failures=(LOST,)) if each.run == 2 else each for each in evaluations(2)]
+    lost = [replace(each, failures=(LOST_ROLLOUT,)) if each.run == 2 else each for each in evaluations(2)]
     measured = job.Measured({0: evaluations(0), 4: lost}, {0: job.Spend(), 4: job.Spend()}, "p")
     job.write(tmp_path / "measured" / f"{run.name}.jsonl", run.words, measured)
     run_job(job, tmp_path, settings="draco", seeds=1)

@@ -10,7 +10,7 @@ import pytest
 
 from draco_ray.lab.analysis.agreement import (
     RATES,
-    UNANSWERED,
+    UNANSWERED_RATING,
     agreement,
     agreement_intervals,
     auroc,
@@ -108,7 +108,7 @@ def test_ac1_stays_where_kappa_collapses() -> None:
 
 
 def test_unanswered_counts_against_agreement_but_not_in_the_coefficients() -> None:
-    found = compared(np.array([1, 1, -1, -1]), np.array([1, UNANSWERED, -1, UNANSWERED]))
+    found = compared(np.array([1, 1, -1, -1]), np.array([1, UNANSWERED_RATING, -1, UNANSWERED_RATING]))
     assert (found.unanswered, found.agreement, found.kappa) == (0.5, 0.5, 1.0)
     assert found.false_pass == 0.0
 

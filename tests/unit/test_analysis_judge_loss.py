@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from draco_ray.lab.analysis.judge_loss import judge_loss
-from draco_ray.lab.analysis.replay import REPLAYED
+from draco_ray.lab.analysis.replay import REPLAYED_SCHEMA
 from tests.support.small_run import small_run
 
 
@@ -34,7 +34,7 @@ def row(task: str, rollout: int, criterion: int, reference: int, verdict: int | 
 
 
 def table(*rows: dict[str, Any]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows), schema=REPLAYED)
+    return pa.Table.from_pylist(list(rows), schema=REPLAYED_SCHEMA)
 
 
 def test_verdicts_that_agree_lose_nothing_and_those_that_are_turned_round_all(tmp_path: Path) -> None:

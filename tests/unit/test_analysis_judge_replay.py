@@ -17,8 +17,8 @@ from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import NamedJudge, RuleCompleter, judge_config
 from draco_ray.lab.analysis.replay import (
-    PHASES,
-    REPLAYED,
+    REPLAYED_SCHEMA,
+    VERDICT_PHASES,
     WITH_INTERVAL,
     agreement_table,
     archived_calls,
@@ -170,8 +170,8 @@ def test_what_a_strong_judge_was_asked_about_some_criteria_is_not_sent(tmp_path:
 
 
 async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) -> None:
-    rows = (await replay(run, RuleCompleter(), archived_calls(run, None, PHASES), "rules")).to_pylist()
-    table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED)
+    rows = (await replay(run, RuleCompleter(), archived_calls(run, None, VERDICT_PHASES), "rules")).to_pylist()
+    table = pa.Table.from_pylist([*rows, *({**row, "task_id": "another"} for row in rows)], schema=REPLAYED_SCHEMA)
     overall = {row["phase"]: row for row in agreement_table(table).to_pylist() if row["training_step"] is None}
     # Twice the same group: no spread between groups is seen, which is no proof that there is none.
     for phase, name in (*(("score", name) for name in WITH_INTERVAL), ("credit", "citation_overlap")):
@@ -189,7 +189,7 @@ def test_citations_that_another_judge_repeats_are_reliable() -> None:
             {**row, "task_id": "t9_1", "steps": [], "error": "no"},
             {**row, "task_id": "t9_1", "reference_steps": []},
         ]
-        return pa.Table.from_pylist([*rows, *more], schema=REPLAYED)
+        return pa.Table.from_pylist([*rows, *more], schema=REPLAYED_SCHEMA)
 
     assert repeated_reliability(table([2], [2], [2])) == 1.0
     assert repeated_reliability(table([3], [3], [1])) == 0.0
@@ -198,7 +198,7 @@ def test_citations_that_another_judge_repeats_are_reliable() -> None:
 
 @pytest.mark.parametrize("judge", [Scripted("I cannot say."), Scripted("", error="prompt too long")])
 async def test_a_useless_reply_leaves_every_criterion_unanswered(run: RunDirectory, judge: Scripted) -> None:
-    table = await replay(run, judge, archived_calls(run, [1], PHASES), "other")
+    table = await replay(run, judge, archived_calls(run, [1], VERDICT_PHASES), "other")
     assert {row["verdict"] for row in table.to_pylist()} == {None}
     assert all(row["error"] for row in table.to_pylist())
     for row in agreement_table(table).to_pylist():

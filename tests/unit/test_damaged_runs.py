@@ -20,14 +20,14 @@ from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, lock_run, write_part
 from draco_ray.runs.manifest import Manifest
-from draco_ray.runs.schema import REQUIRED, TABLES
+from draco_ray.runs.schema import REQUIRED, TABLE_SCHEMAS
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import small_run
 
 CONFIG, METRICS, ORIGIN = "config.yaml", "metrics.jsonl", "run.json"
-ALL_TABLES = set(TABLES)
+ALL_TABLES = set(TABLE_SCHEMAS)
 COMMANDS: dict[str, tuple[Sequence[str], set[str]]] = {
     "show": (["runs", "show", "RUN"], {"trajectories", "steps", "criteria", "verdicts", "judge_calls", "evaluations"}),
     "cost": (["runs", "cost", "RUN"], {"judge_calls"}),
@@ -66,7 +66,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _fill(path: Path, name: str) -> None:
     """A table that the small run lacks: one file without rows, which is read all the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(TABLES[name].empty_table(), path)
+    pq.write_table(TABLE_SCHEMAS[name].empty_table(), path)
 
 
 def truncated(path: Path) -> None:
@@ -402,7 +402,7 @@ def test_a_table_that_is_there_again_under_another_name_is_not_counted_twice(
     assert str(caught.value).startswith(f"{folder / copy}: damaged: {problem}")
     (folder / copy).unlink()
     read = RunDirectory.open(run).table("judge_calls", 1, columns)
-    assert read.column_names == (columns or TABLES["judge_calls"].names)
+    assert read.column_names == (columns or TABLE_SCHEMAS["judge_calls"].names)
     assert read.num_rows == first.num_rows
 
 

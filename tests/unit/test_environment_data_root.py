@@ -13,7 +13,7 @@ import pytest
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, check_readable, load_split, load_task
-from draco_ray.environments.appworld.interpreter import VARIABLE, appworld_python
+from draco_ray.environments.appworld.interpreter import PYTHON_VARIABLE, appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import WorldError
 from draco_ray.rollout.worker import _opened
@@ -110,14 +110,14 @@ def test_tasks_that_cannot_be_read(root: Path) -> None:
 
 
 def test_where_appworlds_python_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     local = tmp_path / ".venv-appworld" / "bin" / "python"
     local.parent.mkdir(parents=True)
     local.symlink_to(sys.executable)
     # The link itself: a virtual environment is known by it.
     assert appworld_python(None) == str(local)
-    monkeypatch.setenv(VARIABLE, sys.executable)
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     assert appworld_python(None) == sys.executable
     assert appworld_python(str(local)) == str(local)
     with pytest.raises(WorldError, match="is not an executable file; correct environment.appworld_python"):

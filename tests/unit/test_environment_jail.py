@@ -15,7 +15,13 @@ from draco_ray.environments.appworld.template_process import (
     shared_template,
 )
 from draco_ray.environments.jail import launch
-from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, landlock_readable, spare_uids
+from draco_ray.environments.jail.confine import (
+    ISOLATION_LEVELS,
+    JailSpec,
+    bubblewrap_arguments,
+    landlock_readable,
+    spare_uids,
+)
 from draco_ray.environments.jail.launch import LevelUnavailable
 from draco_ray.environments.jail.system_calls import _REFUSED, Instruction, build_seccomp_filter
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable
@@ -212,7 +218,7 @@ class FakeTemplate:
 @pytest.fixture
 def starts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception | None]:
     """What happens when a template is started at a level; levels that are tried move to the end."""
-    outcomes: dict[str, Exception | None] = dict.fromkeys(LEVELS)
+    outcomes: dict[str, Exception | None] = dict.fromkeys(ISOLATION_LEVELS)
 
     def start(key: TemplateKey, level: str, timeout_seconds: float) -> FakeTemplate:
         outcomes[level] = outcomes.pop(level)
@@ -262,7 +268,7 @@ def test_an_accident_does_not_weaken_the_isolation(starts: dict[str, Exception |
 
 
 def test_auto_does_not_take_limits_alone(starts: dict[str, Exception | None]) -> None:
-    for level in LEVELS[:-1]:
+    for level in ISOLATION_LEVELS[:-1]:
         starts[level] = LevelUnavailable(f"no {level}")
     with pytest.raises(IsolationUnavailable, match=r"no landlock; environment\.isolation=rlimits would"):
         shared_template(key(), 1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draco_ray.lab.evaluation.measures import difference, holm, pass_k_measure, permutation_p_value, turns
-from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Evaluation
 from tests.support.evaluations import scenario_of
 
 
@@ -102,7 +102,7 @@ def evaluated(seed: int, chance: float, *, scenarios: int = 20, lost: float = 0.
                 total_tests=1,
                 turns=0 if gone else int(random.integers(3, 9)) + longer,
                 ended=EpisodeEnd.SERVER_ERROR if gone else EpisodeEnd.FINISHED,
-                failures=(LOST,) if gone else (),
+                failures=(LOST_ROLLOUT,) if gone else (),
             )
         )
     return found

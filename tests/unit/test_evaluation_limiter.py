@@ -11,7 +11,12 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
 from draco_ray.judging.limiter import LOST, LeaseRequest, RequestResult
 from draco_ray.judging.pricing import check_budget
-from draco_ray.lab.evaluation.api_policy import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
+from draco_ray.lab.evaluation.api_policy import (
+    SPENT_FILE,
+    EvaluationLimiterActor,
+    dollars_spent,
+    start_evaluation_limiter,
+)
 
 LIMITS = JudgeLimits(dollars=1.0)
 CONFIG = JudgeConfig(limits=LIMITS)
@@ -22,7 +27,7 @@ def asked(dollars: float) -> LeaseRequest:
 
 
 async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path) -> None:
-    book = tmp_path / BOOK
+    book = tmp_path / SPENT_FILE
     assert dollars_spent(book) == 0.0
     first = EvaluationLimiterActor(CONFIG, book)
     for cost in (0.25, 0.5):

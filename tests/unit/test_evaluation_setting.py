@@ -10,7 +10,7 @@ import pytest
 
 from draco_ray.lab.evaluation.results import RolloutResult
 from draco_ray.lab.evaluation.setting import aggregate
-from draco_ray.records import LOST, Termination
+from draco_ray.records import LOST_ROLLOUT, Termination
 from tests.support.evaluations import SCENARIOS, TASKS, a_plan, a_result, measurement
 
 PLAN = a_plan(measurements=("step00005", "step00010", "step00015"))
@@ -142,7 +142,9 @@ def test_several_seeds_are_averaged_with_the_spread_across_them() -> None:
 
 def test_lost_rollouts_are_counted_and_bound_every_rate() -> None:
     def gone(result: RolloutResult) -> RolloutResult:
-        return replace(result, evaluation=replace(result.evaluation, success=False, failures=(LOST,)), error="crashed")
+        return replace(
+            result, evaluation=replace(result.evaluation, success=False, failures=(LOST_ROLLOUT,)), error="crashed"
+        )
 
     plan = a_plan()
     whole = measurement(plan, 1, 0.9)

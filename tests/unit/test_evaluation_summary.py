@@ -14,7 +14,7 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.lab.evaluation.measures import comparison_measures, differences, pass_k_measure
 from draco_ray.lab.evaluation.setting import describe_gain, describe_run_gain
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, Task, lost_evaluation
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Evaluation, Task, lost_evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -105,7 +105,7 @@ def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed(
     assert 0 < low < 100 * gain < high
     assert said.startswith("95 % intervals over 6 scenarios: ")
     assert said.endswith("points; one training seed")
-    gone = [replace(each, success=False, failures=(LOST,)) if each.run == 2 else each for each in after]
+    gone = [replace(each, success=False, failures=(LOST_ROLLOUT,)) if each.run == 2 else each for each in after]
     with_losses = describe_gain(before, gone, RUNS)
     assert (
         "; 12 of 72 rollouts were lost: they count as failures, and the intervals cover every result they could have "

@@ -28,7 +28,7 @@ from draco_ray.lab.evaluation.tables import (
     main_table,
     read_settings,
 )
-from draco_ray.records import LOST, Termination
+from draco_ray.records import LOST_ROLLOUT, Termination
 from tests.support.evaluations import TASKS, a_plan, a_result, measurement, write_evaluation
 
 SMALL = Table(
@@ -464,7 +464,7 @@ def lossy(directory: Path, share: int) -> Path:
     for file in (directory / "results").iterdir():
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         for line in lines[::share]:
-            line["evaluation"] |= {"success": False, "turns": 0, "ended": "server_error", "failures": [LOST]}
+            line["evaluation"] |= {"success": False, "turns": 0, "ended": "server_error", "failures": [LOST_ROLLOUT]}
             line["error"] = "the world crashed"
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory

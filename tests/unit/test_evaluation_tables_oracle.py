@@ -18,7 +18,7 @@ import pytest
 from draco_ray.lab.evaluation.rendering import Table, TableFormat, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory, RolloutResult
 from draco_ray.lab.evaluation.tables import SPLITS, TABLES, compare, comparison_table, read_settings
-from draco_ray.records import LOST, EpisodeEnd, Termination, Usage
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Termination, Usage
 from tests.support.evaluations import a_plan, a_result
 
 Number = float | None
@@ -120,7 +120,7 @@ def invent(folder: Path, seed: int) -> tuple[list[str], Invented]:
 def gone(result: RolloutResult) -> RolloutResult:
     evaluation = replace(
         result.evaluation, success=False, turns=0, ended=EpisodeEnd.SERVER_ERROR, termination=Termination.SERVER_ERROR,
-        failures=(LOST,),
+        failures=(LOST_ROLLOUT,),
     )  # fmt: skip
     return replace(result, evaluation=evaluation, usage=Usage(), error="the world crashed")
 

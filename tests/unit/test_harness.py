@@ -9,13 +9,13 @@ import pytest
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.errors import ConfigError
-from draco_ray.rollout.program_agent import FOLDER, ProgramAgent, program_files, read_harness
+from draco_ray.rollout.program_agent import HARNESSES_FOLDER, ProgramAgent, program_files, read_harness
 from draco_ray.rollout.tokens import EnginePolicies
 
 VARIABLES = {"DRACO_MODEL": "policy", "OPENAI_BASE_URL": "http://127.0.0.1:9/x/v1", "OPENAI_API_KEY": "k"}
 
 
-@pytest.mark.parametrize("name", [path.stem for path in FOLDER.glob("*.yaml")])
+@pytest.mark.parametrize("name", [path.stem for path in HARNESSES_FOLDER.glob("*.yaml")])
 def test_recipes_that_ship_are_filled_whole(name: str) -> None:
     harness = read_harness(name)
     words, variables = harness.fill([*harness.command], VARIABLES, "Fix {model}.")

@@ -23,7 +23,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.judging.panel import member_config
 from draco_ray.judging.reply import with_tag
-from draco_ray.judging.reply_cache import FILE, ReplyCache, read_cost_ledger
+from draco_ray.judging.reply_cache import REPLIES_FILE, ReplyCache, read_cost_ledger
 from draco_ray.records import Message
 from draco_ray.traces.library import open_judge, plan
 from tests.conftest import REPOSITORY
@@ -336,7 +336,7 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
         cache = tmp_path / "judged" / "judge_cache"
         spent = read_cost_ledger(cache).dollars
         # A process that was killed between sending and the reply.
-        with contextlib.closing(sqlite3.connect(cache / FILE)) as connection, connection:
+        with contextlib.closing(sqlite3.connect(cache / REPLIES_FILE)) as connection, connection:
             connection.execute("INSERT INTO requests VALUES ('killed-1', 0.25, NULL)")
         assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay reserved" in said()
         assert read_cost_ledger(cache).dollars == pytest.approx(spent + 0.25)

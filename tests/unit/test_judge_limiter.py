@@ -20,7 +20,7 @@ from draco_ray.judging.limiter import (
     LEARNED_AFTER,
     LOOK_AGAIN_SECONDS,
     LOST,
-    PACE,
+    PACE_FACTOR,
     UNSENT,
     WINDOW_SECONDS,
     LeaseRequest,
@@ -100,7 +100,7 @@ def test_settling_gives_tokens_back_that_were_not_used(clock: Clock) -> None:
     assert lease(limiter, 500) == ("", WINDOW_SECONDS)
     limiter.settle(first, ended(300))
     # There is room, and at twice the even pace it may leave when what is beyond half a burst would have left.
-    pause = (300 - 0.5 * BURST_SHARE * 1000) / (PACE * 1000) * WINDOW_SECONDS
+    pause = (300 - 0.5 * BURST_SHARE * 1000) / (PACE_FACTOR * 1000) * WINDOW_SECONDS
     assert lease(limiter, 500)[1] == pytest.approx(pause)
     clock.now += pause
     assert lease(limiter, 500)[1] == 0.0

@@ -17,7 +17,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local.server import (
-    STARTS,
+    MAX_FAILED_STARTS,
     VllmJudgeServer,
     reasoning_words,
     serve_command,
@@ -437,18 +437,20 @@ def config(tmp_path: Path | None = None, **local: object) -> JudgeConfig:
 def test_one_that_ends_before_it_answers_is_started_again_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draco_ray.engine.openai_server.PROGRAM", [sys.executable, "-m", "no_such_module"])
+    monkeypatch.setattr("draco_ray.engine.openai_server.SERVER_COMMAND", [sys.executable, "-m", "no_such_module"])
     server = VllmJudgeServer(config(tmp_path, gpus_per_replica=0), "127.0.0.1", tmp_path / "server.log")
     pids = set()
-    for _ in range(STARTS):
+    for _ in range(MAX_FAILED_STARTS):
         assert isinstance(server.look(), str)
         pids.add(server.pid)
         assert server._child is not None
         server._child.wait(600)
-    with pytest.raises(JudgeUnavailable, match=f"ended with exit code 1 {STARTS} times .*no_such_module") as refusal:
+    with pytest.raises(
+        JudgeUnavailable, match=f"ended with exit code 1 {MAX_FAILED_STARTS} times .*no_such_module"
+    ) as refusal:
         server.look()
     assert "\n" not in str(refusal.value)
-    assert len(pids) == STARTS
+    assert len(pids) == MAX_FAILED_STARTS
 
 
 def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

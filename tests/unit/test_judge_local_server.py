@@ -16,7 +16,7 @@ from draco_ray.engine import openai_server
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import server as module
-from draco_ray.judging.local.server import STARTS, VllmJudgeServer, serve_command
+from draco_ray.judging.local.server import MAX_FAILED_STARTS, VllmJudgeServer, serve_command
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 METRICS = """\
@@ -206,7 +206,7 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
     loads = "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code 3"
     watched.command = fails
     watched.look()
-    for command in [fails] * (STARTS - 2) + [sleeps]:
+    for command in [fails] * (MAX_FAILED_STARTS - 2) + [sleeps]:
         watched.wait()
         watched.command = command
         assert watched.look() == loads
@@ -216,7 +216,7 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
     watched.server._child.end()
     watched.command = fails
     assert watched.look() == "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code -15"
-    for _ in range(STARTS - 1):
+    for _ in range(MAX_FAILED_STARTS - 1):
         watched.wait()
         assert watched.look() == loads
     watched.wait()
@@ -227,7 +227,7 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
         "the judge's vLLM server of Qwen/Qwen3.6-27B ended with exit code 3 3 times before it answered; last line of "
         f"its output: {said[:200]} (see {watched.log})"
     )
-    assert watched.log.read_text(encoding="utf-8") == f"{said}\n" * (2 * STARTS - 1)
+    assert watched.log.read_text(encoding="utf-8") == f"{said}\n" * (2 * MAX_FAILED_STARTS - 1)
     assert watched.server.pid is None
 
 

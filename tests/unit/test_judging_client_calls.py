@@ -27,7 +27,7 @@ from draco_ray.judging.limiter import LOST, UNSENT, LeaseRequest, Limiter, Limit
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import phase_rank
 from draco_ray.judging.pricing import bound_request_cost
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_cost_ledger, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, REPLIES_FILE, ReplyCache, _row, read_cost_ledger, request_key
 from draco_ray.records import Message, OriginalCost
 
 PRICE = Price(input=2.0, output=10.0)
@@ -457,7 +457,7 @@ async def test_a_stored_reply_that_is_damaged_is_asked_for_again(
 ) -> None:
     scripted = Scripted(monkeypatch, said(), said("anew"), folder=tmp_path)
     await scripted()
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         (answer,) = file.execute("SELECT answer FROM replies").fetchone()
         stored = json.loads(answer.partition(" ")[2])
         file.execute("UPDATE replies SET answer = ?", (_row({**stored, **damage} if damage else {}),))
@@ -468,7 +468,7 @@ async def test_a_stored_reply_that_is_damaged_is_asked_for_again(
 async def test_a_flipped_bit_in_a_stored_reply_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scripted = Scripted(monkeypatch, said("score 1"), said("anew"), folder=tmp_path)
     await scripted()
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("UPDATE replies SET answer = replace(answer, 'score 1', 'score 0')")
     assert (await scripted()).text == "anew"
 

@@ -22,7 +22,7 @@ from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union, combine_votes
 from draco_ray.judging.prompts import KEY_FILE, load_prompts
 from draco_ray.judging.reply import tag_of
-from draco_ray.judging.reply_cache import FILE, ReplyCache
+from draco_ray.judging.reply_cache import REPLIES_FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.records import EpisodeEnd, OriginalCost, ScoredCriterion, Verdict
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
@@ -480,9 +480,9 @@ def test_a_judge_keeps_its_replies_where_it_is_told_to_else_in_its_folder_else_n
     nowhere, folder, elsewhere = (each.cache for each in opened)
     assert nowhere is None
     assert isinstance(folder, ReplyCache)
-    assert (tmp_path / "replies" / FILE).exists()
+    assert (tmp_path / "replies" / REPLIES_FILE).exists()
     assert elsewhere is given
-    assert not (tmp_path / "other" / FILE).exists()
+    assert not (tmp_path / "other" / REPLIES_FILE).exists()
 
 
 def test_all_judges_of_a_configuration_take_leases_and_only_a_local_one_asks_for_servers(

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.environments.appworld.environment import FACTS
+from draco_ray.environments.appworld.environment import APPWORLD_FACTS
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging import render
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
@@ -24,7 +24,7 @@ from draco_ray.judging.phases import PHASES, Credit, Score, Stage1, Stage2, Unio
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, render_phase
 from draco_ray.judging.render import escape, json_text, unescape
 from draco_ray.judging.reply import with_tag
-from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
+from draco_ray.records import PROGRAM_ROLE, Criterion, EpisodeEnd, Message, Trajectory, Turn
 
 CODE = "c0de1234"
 FILES = {name: phase.template for name, phase in PHASES.items()}
@@ -96,7 +96,7 @@ def test_the_branches_of_a_rollout_are_named_and_its_steps_numbered_through() ->
     example = example_trajectory()
     first, second, closing = example.turns
     opened = Turn(text="You check totals.", action=None, observation=None, first_token=6, last_token=6, branch=1)
-    ended = replace(opened, role=PROGRAM, branch=0, text="exit code 0")
+    ended = replace(opened, role=PROGRAM_ROLE, branch=0, text="exit code 0")
     turns = (first, replace(opened, role="system"), replace(second, branch=1), closing, ended)
     branched = replace(example, turns=turns, branches=(0, 6))
     assert lines_like(r"\[", inside(render.agent_trajectory(branched, CODE)))[2:] == [
@@ -487,8 +487,8 @@ def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> Non
     for text in texts.values():
         assert "must not be held against" in text
         assert text.count("{{ environment_facts }}") == 1
-    assert "leaves the episode open" in FACTS
-    assert "short closing turn after `complete_task`" in FACTS
+    assert "leaves the episode open" in APPWORLD_FACTS
+    assert "short closing turn after `complete_task`" in APPWORLD_FACTS
     assert "condition never came true gets `0`, never `1`" in texts["score"]
     assert "Undecided between `-1` and `0`? Give `-1`." in texts["score"]
     assert "condition never came true gets `0`, never `1`" in texts["verdicts"]
@@ -556,7 +556,7 @@ def test_a_prompt_set_is_loaded_with_what_is_said_beside_it() -> None:
     assert list(prompts.templates) == list(PHASES)
     bare = load_prompts(SETS[0])
     assert (bare.key, bare.facts, bare.examples) == (b"", "", "")
-    assert FACTS in render_phase("score", SETS[0])
+    assert APPWORLD_FACTS in render_phase("score", SETS[0])
 
 
 def test_of_two_judge_workers_that_make_a_key_the_first_ones_is_kept(

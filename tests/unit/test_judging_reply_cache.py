@@ -22,7 +22,7 @@ from draco_ray.judging import reply_cache
 from draco_ray.judging.reply_cache import (
     BUSY_SECONDS,
     CLAIM_SECONDS,
-    FILE,
+    REPLIES_FILE,
     CostLedger,
     ReplyCache,
     check_store,
@@ -154,7 +154,7 @@ def test_a_writer_that_is_killed_at_any_write_keeps_what_it_was_told_and_a_reply
 async def test_a_pickle_in_a_received_file_is_not_loaded(tmp_path: Path) -> None:
     marker = tmp_path / "carried-out"
     cache = ReplyCache(tmp_path)
-    with sqlite3.connect(tmp_path / FILE) as received:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as received:
         received.execute("INSERT INTO replies VALUES ('a', ?)", (pickle.dumps(Exploit(marker), protocol=0).decode(),))
     assert await cache.get("a") is None
     assert not marker.exists()
@@ -165,15 +165,15 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
     tmp_path: Path, value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = ReplyCache(tmp_path)
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("INSERT INTO replies VALUES ('a', ?)", (value,))
     assert caplog.records == []
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("INSERT INTO replies VALUES (?, ?)", ("0123456789abcdef", value))
     assert await cache.get("a") is None
     assert await cache.get("0123456789abcdef") is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"judge reply {key} in {tmp_path / FILE} cannot be read, so the request is sent again"
+        f"judge reply {key} in {tmp_path / REPLIES_FILE} cannot be read, so the request is sent again"
         for key in ("a", "0123456789ab")
     ]
     await cache.put("a", {"text": "new"})
@@ -181,12 +181,12 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
 
 
 async def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(b"not a database" * 1000)
+    (tmp_path / REPLIES_FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(
         StoreError, match="cannot be read: file is not a database; restore the file from a copy"
     ) as caught:
         ReplyCache(tmp_path)
-    assert str(tmp_path / FILE) in str(caught.value)
+    assert str(tmp_path / REPLIES_FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -201,33 +201,33 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> bytes:
             await cache.settle(f"r{number}", 0.5, (f"k{number}", {"text": "x" * 3000}))
 
     asyncio.run(keep())
-    return (folder / FILE).read_bytes()
+    return (folder / REPLIES_FILE).read_bytes()
 
 
 @pytest.mark.parametrize("left", [0, 1, 99, 100, 4096, 5000, 0.5, -4096])
 def test_a_file_that_has_lost_its_end_is_damage_and_no_empty_book(kept: bytes, tmp_path: Path, left: float) -> None:
     content = kept[: int(left * len(kept)) if isinstance(left, float) else left]
-    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / REPLIES_FILE).write_bytes(content)
     for read in (check_store, read_cost_ledger, ReplyCache):
         with pytest.raises(
-            StoreError, match=f"{FILE} .*: .*; restore the file from a copy, or choose another"
+            StoreError, match=f"{REPLIES_FILE} .*: .*; restore the file from a copy, or choose another"
         ) as problem:
             read(tmp_path)
         assert "\n" not in str(problem.value)
-    assert (tmp_path / FILE).read_bytes() == content
+    assert (tmp_path / REPLIES_FILE).read_bytes() == content
 
 
 async def test_pages_that_were_overwritten_are_found_before_a_run_goes_on(kept: bytes, tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(kept)
+    (tmp_path / REPLIES_FILE).write_bytes(kept)
     assert check_store(tmp_path)
-    (tmp_path / FILE).write_bytes(kept[:-1])
+    (tmp_path / REPLIES_FILE).write_bytes(kept[:-1])
     with pytest.raises(StoreError, match="are damaged: the last page is truncated at byte"):
         check_store(tmp_path)
     for page in range(0, len(kept), 4096):
-        (tmp_path / FILE).write_bytes(kept[:page] + b"\xff" * 4096 + kept[page + 4096 :])
+        (tmp_path / REPLIES_FILE).write_bytes(kept[:page] + b"\xff" * 4096 + kept[page + 4096 :])
         with pytest.raises(StoreError, match="judge replies in .* are damaged: "):
             check_store(tmp_path)
-        (tmp_path / FILE).write_bytes(kept[:page] + b"\0" * 4096 + kept[page + 4096 :])
+        (tmp_path / REPLIES_FILE).write_bytes(kept[:page] + b"\0" * 4096 + kept[page + 4096 :])
         with contextlib.suppress(StoreError):
             check_store(tmp_path)
             # The page had the end of a long reply only, which is then not read as another one.
@@ -238,13 +238,16 @@ async def test_pages_that_were_overwritten_are_found_before_a_run_goes_on(kept: 
 @pytest.mark.parametrize("suffix", ["-journal", "-wal"])
 def test_a_journal_without_its_file_is_damage(tmp_path: Path, suffix: str) -> None:
     assert not check_store(tmp_path)
-    (tmp_path / f"{FILE}{suffix}").write_bytes(b"x" * 512)
+    (tmp_path / f"{REPLIES_FILE}{suffix}").write_bytes(b"x" * 512)
     for read in (check_store, read_cost_ledger, ReplyCache):
         with pytest.raises(
-            StoreError, match=f"are damaged: {FILE}{suffix} exists but {FILE} does not; restore the file"
+            StoreError,
+            match=f"are damaged: {REPLIES_FILE}{suffix} exists but {REPLIES_FILE} does not; restore the file",
         ):
             read(tmp_path)
-    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(FILE)] == [f"{FILE}{suffix}"]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(REPLIES_FILE)] == [
+        f"{REPLIES_FILE}{suffix}"
+    ]
 
 
 async def test_a_cancelled_reader_leaves_the_store_usable(tmp_path: Path) -> None:
@@ -262,7 +265,7 @@ async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_ca
 ) -> None:
     monkeypatch.setattr("draco_ray.judging.reply_cache.BUSY_SECONDS", 0.05)
     cache = ReplyCache(tmp_path)
-    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other = sqlite3.connect(tmp_path / REPLIES_FILE, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(StoreError, match="another process has locked the file"):
         await cache.put("a", {"text": "a"})
@@ -301,7 +304,7 @@ async def test_a_request_is_in_the_book_with_the_most_until_it_is_settled(tmp_pa
 async def test_a_reply_that_cannot_be_kept_is_not_booked_either(tmp_path: Path) -> None:
     cache = ReplyCache(tmp_path)
     await cache.begin("1", 2.0)
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("DROP TABLE requests")
         file.execute(
             "CREATE TABLE requests (number TEXT PRIMARY KEY, most REAL NOT NULL, dollars REAL CHECK (dollars < 1))"
@@ -312,10 +315,12 @@ async def test_a_reply_that_cannot_be_kept_is_not_booked_either(tmp_path: Path) 
 
 
 def test_a_damaged_book_is_said(tmp_path: Path) -> None:
-    (tmp_path / FILE).write_bytes(b"not a database" * 1000)
+    (tmp_path / REPLIES_FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreError) as problem:
         read_cost_ledger(tmp_path)
-    assert f"the cost ledger in {tmp_path / FILE} cannot be read: file is not a database; restore" in str(problem.value)
+    assert f"the cost ledger in {tmp_path / REPLIES_FILE} cannot be read: file is not a database; restore" in str(
+        problem.value
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,11 +330,11 @@ def test_a_damaged_book_is_said(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_book_that_does_not_say_dollars_is_named(tmp_path: Path, row: tuple[object, ...]) -> None:
     """A negative amount would be more budget than there is."""
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("CREATE TABLE requests (number, most, dollars)")
         file.execute("INSERT INTO requests VALUES ('fine', 1.0, 0.5)")
     assert read_cost_ledger(tmp_path).dollars == 0.5
-    with sqlite3.connect(tmp_path / FILE) as file:
+    with sqlite3.connect(tmp_path / REPLIES_FILE) as file:
         file.execute("INSERT INTO requests VALUES (?, ?, ?)", row)
     for run in ("", "other/"):
         with pytest.raises(StoreError, match="the cost ledger in .* cannot be read: request ") as problem:

@@ -16,7 +16,7 @@ from draco_ray.judging.judge_context import judge_context_length, max_judge_prom
 from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompt_fitter import PromptFitter
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shortened_prompt
+from draco_ray.judging.shortening import LENGTHS, MAX_LEVEL, cut, shortened, shortened_prompt
 from draco_ray.records import Message, Trajectory
 from tests.unit.test_judging_judge import Script
 
@@ -119,7 +119,7 @@ async def test_about_the_least_cut_is_taken_with_which_the_prompt_fits(tokens: i
 
 def test_a_cut_rollout_has_the_steps_it_had() -> None:
     rollout = long_rollout(said=5_000)
-    for level in range(0, LEVELS + 1, 11):
+    for level in range(0, MAX_LEVEL + 1, 11):
         found = shortened(rollout, level)
         assert len(found.steps) == len(rollout.steps)
         assert all(step.action in step.text for step in found.steps if step.action)
@@ -195,11 +195,11 @@ def test_a_turn_is_cut_around_its_action() -> None:
 def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidates() -> None:
     long = (Message(role="user", content="p" * LONG),)
     union = Union(long, RUBRIC, [long_rollout(), replace(long_rollout(), rollout=1)])
-    shorter = union.shortened(LEVELS)
-    assert shorter.messages == shortened_prompt(long, LEVELS) != long
+    shorter = union.shortened(MAX_LEVEL)
+    assert shorter.messages == shortened_prompt(long, MAX_LEVEL) != long
     assert shorter.candidates == RUBRIC
     assert [each.rollout for each in shorter.trajectories] == [0, 1]
-    assert {each.turns for each in shorter.trajectories} == {shortened(long_rollout(), LEVELS).turns}
+    assert {each.turns for each in shorter.trajectories} == {shortened(long_rollout(), MAX_LEVEL).turns}
 
 
 async def test_a_union_of_more_candidates_than_fit_merges_the_first_of_them() -> None:

@@ -7,7 +7,13 @@ import random
 
 import pytest
 
-from draco_ray.judging.prompt_fitter import BYTES_PER_TOKEN, SHORTER, is_too_long, part_to_keep, update_tokens_per_byte
+from draco_ray.judging.prompt_fitter import (
+    BYTES_PER_TOKEN,
+    SHORTENING_FRACTIONS,
+    is_too_long,
+    part_to_keep,
+    update_tokens_per_byte,
+)
 from tests.support.token_counts import count_tokens
 
 ENGLISH = "The agent looked for a free room on Friday, found none, and asked the user for another day. " * 400
@@ -82,7 +88,7 @@ TOO_LONG = [
 def test_too_long_is_recognized_in_every_providers_words(error: str, estimate: float, stated: float) -> None:
     assert is_too_long(error, estimate)
     assert part_to_keep(error, estimate, 0) == pytest.approx(min(0.9, 0.97 * stated), abs=0.01)
-    kept = [part_to_keep(error, estimate, tries) for tries in range(len(SHORTER))]
+    kept = [part_to_keep(error, estimate, tries) for tries in range(len(SHORTENING_FRACTIONS))]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] == 0.5
 

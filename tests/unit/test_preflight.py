@@ -21,14 +21,14 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.prompts import KEY_FILE
-from draco_ray.judging.reply_cache import FILE, check_local_disk, file_system_of
+from draco_ray.judging.reply_cache import REPLIES_FILE, check_local_disk, file_system_of
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import preflight, run
 from draco_ray.training.checks import CheckContext, check_model
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.preflight import (
-    SUBMITTED,
+    SUBMITTED_JOB_VARIABLE,
     adapter_bytes,
     check_disk,
     check_object_store,
@@ -87,10 +87,10 @@ def test_run_directories_among_a_jobs_files_are_refused(tmp_path: Path, monkeypa
 
 def test_a_submitted_job_is_told_where_its_runs_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs where the cluster was started, which nobody chose."""
-    monkeypatch.delenv(SUBMITTED, raising=False)
+    monkeypatch.delenv(SUBMITTED_JOB_VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     check_outlives_job(Path("runs"))
-    monkeypatch.setenv(SUBMITTED, "{}")
+    monkeypatch.setenv(SUBMITTED_JOB_VARIABLE, "{}")
     with pytest.raises(ConfigError, match=rf"^run.root=runs is a relative path .*{tmp_path}/runs\).* set run.root"):
         check_outlives_job(Path("runs"))
     check_outlives_job(tmp_path / "runs")
@@ -177,10 +177,9 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
     with pytest.raises(StoreError) as refusal:
         check_paid_replies(folder, config, config)
     assert str(refusal.value) == (
-        f"judge replies: {folder.judge_cache / FILE} is missing, although this run has paid for replies; restore the "
-        "file from a "
-        "copy, or choose another folder (--out, or judge.cache of a training run), which means paying for these "
-        "replies again"
+        f"judge replies: {folder.judge_cache / REPLIES_FILE} is missing, although this run has paid for replies; "
+        "restore the file from a copy, or choose another folder (--out, or judge.cache of a training run), which means "
+        "paying for these replies again"
     )
     check_paid_replies(folder, config, elsewhere("new"))
     # From then on they are there, or should be.
@@ -191,7 +190,7 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
         (tmp_path / "new" / KEY_FILE).unlink() if key is None else (tmp_path / "new" / KEY_FILE).write_bytes(key)
         with pytest.raises(StoreError, match=f"new/{KEY_FILE} {problem}.* restore the file from a copy"):
             check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
-    (tmp_path / "new" / FILE).write_bytes(b"")
+    (tmp_path / "new" / REPLIES_FILE).write_bytes(b"")
     for check in (
         lambda: check_paid_replies(folder, config, elsewhere("new")),
         lambda: check_replies(elsewhere("new"), folder.path),

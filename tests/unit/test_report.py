@@ -16,7 +16,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory, EvaluationPlan
 from draco_ray.lab.report.groups import pack, packed_groups, unpack
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.page import INERT, KINDS, QUALITY, REWARD, pass_rate_ceiling_note, write_report
+from draco_ray.lab.report.page import INERT, KIND_COLORS, QUALITY, REWARD, pass_rate_ceiling_note, write_report
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
@@ -146,9 +146,9 @@ def test_every_step_has_its_timeline_in_the_same_colours(run: RunDirectory, page
     drawings = [unpack(found) for found in re.findall(r'id="w\d">([\w+/=]*)<', page)]
     assert all(f"Step {step}: what ran when" in drawing for step, drawing in enumerate(drawings, 1))
     colors = [set(re.findall(r'fill="(#[0-9a-f]{6})"', drawing)) for drawing in drawings]
-    assert colors == [{KINDS[kind] for kind in ("rollout", "score", "learning", "sync")}] * 2
+    assert colors == [{KIND_COLORS[kind] for kind in ("rollout", "score", "learning", "sync")}] * 2
     # A merged phase has the colour of the one that it replaces, and never stands beside it.
-    assert len(set(KINDS.values())) == len(KINDS) - 2
+    assert len(set(KIND_COLORS.values())) == len(KIND_COLORS) - 2
 
 
 def test_the_ceiling_of_a_pass_rate_is_said_where_there_is_one(run: RunDirectory, page: str, tmp_path: Path) -> None:

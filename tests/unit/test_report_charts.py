@@ -21,7 +21,7 @@ from draco_ray.lab.report.charts import (
     timeline,
 )
 from draco_ray.lab.report.drawing import (
-    OTHER,
+    OTHER_COLOR,
     Drawing,
     palette,
     shortened,
@@ -134,7 +134,7 @@ def test_a_kind_has_one_colour_wherever_it_stands() -> None:
     ):
         drawing = timeline("t", lanes, colors=colors, width=640)
         found = [box.fill for box in shapes(drawing, "rect")]
-        assert found == [colors.get(name, OTHER) for name in lanes]
+        assert found == [colors.get(name, OTHER_COLOR) for name in lanes]
     stacked = stacked_bars("t", ["1"], {"learning": [1.0], "rollout": [2.0]}, colors=colors)
     assert [bar.fill for bar in bars(stacked)] == ["#123456", "#654321"]
 

@@ -13,16 +13,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from draco_ray.cli import main
-from draco_ray.config.schema import RULES, JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import RULE_JUDGE, JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext
-from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleCompleter, judge_config
+from draco_ray.lab.analysis.judges import OWN_JUDGE, NamedJudge, RuleCompleter, judge_config
 from draco_ray.lab.analysis.pairing import Pairing, Pairs, make_pairing_judge, parse_pairs
 from draco_ray.lab.analysis.replay import phase_calls
 from draco_ray.lab.analysis.rubric_overlap import (
-    CEILING,
-    PHASES,
+    CEILING_JUDGE,
+    CRITERIA_PHASES,
     compare_writing,
     overlap_table,
     writing_calls,
@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 async def compared(
-    run: RunDirectory, judge: RuleCompleter, third: RuleCompleter | None = None, phases: Sequence[str] = PHASES
+    run: RunDirectory, judge: RuleCompleter, third: RuleCompleter | None = None, phases: Sequence[str] = CRITERIA_PHASES
 ) -> pa.Table:
     model = make_pairing_judge(third or RuleCompleter(), CONFIG)
     return await compare_writing(run, writing_calls(run, None, phases, CONFIG), "other", judge, CONFIG, model)
@@ -76,7 +76,7 @@ def overall(table: pa.Table) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def test_the_criteria_that_the_run_took_come_with_the_first_prompt(run: RunDirectory) -> None:
-    calls = writing_calls(run, [1], PHASES, CONFIG)
+    calls = writing_calls(run, [1], CRITERIA_PHASES, CONFIG)
     assert [(call.phase, call.rollout) for call in calls] == [
         ("stage1", None),
         ("stage2", 0),
@@ -106,7 +106,7 @@ def test_a_union_that_was_refused_is_sent_as_it_was_answered(
 async def test_the_same_judge_writes_the_same_criteria(run: RunDirectory) -> None:
     judge = Changed(lambda prompt, reply: reply)
     table = await compared(run, judge)
-    assert sorted(judge.prompts) == sorted(call.prompt for call in writing_calls(run, None, PHASES, CONFIG))
+    assert sorted(judge.prompts) == sorted(call.prompt for call in writing_calls(run, None, CRITERIA_PHASES, CONFIG))
     found = overall(table)
     for phase in ("stage1", "union"):
         row = found["other", phase]
@@ -139,7 +139,7 @@ async def test_a_judge_that_discards_nothing_keeps_the_right_criteria_and_too_ma
 
 async def test_the_ceiling_is_the_runs_judge_on_another_rollout_and_another_step(run: RunDirectory) -> None:
     table = await compared(run, RuleCompleter())
-    ceilings = [row for row in table.to_pylist() if row["judge"] == CEILING]
+    ceilings = [row for row in table.to_pylist() if row["judge"] == CEILING_JUDGE]
     assert sorted((row["phase"], row["training_step"], row["rollout"], row["against"]) for row in ceilings) == [
         ("stage2", 1, 0, "rollout 1"),
         ("stage2", 2, 0, "rollout 1"),
@@ -148,7 +148,7 @@ async def test_the_ceiling_is_the_runs_judge_on_another_rollout_and_another_step
     (merge,) = [row for row in ceilings if row["phase"] == "union"]
     assert merge["reference_titles"]
     assert set(merge["reference_titles"]) <= set(merge["titles"])
-    ceiling = overall(table)[CEILING, "union"]
+    ceiling = overall(table)[CEILING_JUDGE, "union"]
     assert ceiling["recall"] == 1.0 > ceiling["precision"]
 
 
@@ -234,13 +234,13 @@ def test_anything_else_is_refused_with_the_reason(text: str, problem: str) -> No
 
 def test_the_runs_own_judge_can_be_asked_again() -> None:
     asked = JudgeConfig(model="openai/x", api_base="http://127.0.0.1:1/v1", extra_body={"a": 1})
-    again = judge_config(asked, NamedJudge(model=OWN), Path("cache"))
+    again = judge_config(asked, NamedJudge(model=OWN_JUDGE), Path("cache"))
     assert (again.model, again.api_base, again.extra_body) == ("openai/x", "http://127.0.0.1:1/v1", {"a": 1})
     started = JudgeConfig(rule_judge=RuleJudgeConfig(start=True))
-    assert judge_config(started, NamedJudge(model=OWN), None).model == RULES
+    assert judge_config(started, NamedJudge(model=OWN_JUDGE), None).model == RULE_JUDGE
     policy = JudgeConfig(self_judge=SelfJudgeConfig(enabled=True))
     with pytest.raises(ConfigError, match="its own policy"):
-        judge_config(policy, NamedJudge(model=OWN), None)
+        judge_config(policy, NamedJudge(model=OWN_JUDGE), None)
 
 
 def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,7 +258,7 @@ def test_judge_and_third_model_behind_a_real_server(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["replay", str(run.path), "--out", str(tmp_path)]
-    for phase in ("score", *PHASES):
+    for phase in ("score", *CRITERIA_PHASES):
         words += ["--phase", phase]
     with JudgeServer() as server:
         words += ["--judge", "openai/rule-judge", "--api-base", server.base_url]
@@ -275,5 +275,5 @@ def test_judge_and_third_model_behind_a_real_server(
     row = next(row for row in found if (row["judge"], row["phase"]) == ("openai/rule-judge", "union"))
     assert (row["recall"], row["precision"], row["discriminative"]) == (1.0, 1.0, 1.0)
     compared = pq.read_table(tmp_path / "openai_rule-judge" / "comparisons.parquet").to_pylist()
-    assert {row["judge"] for row in compared} == {"openai/rule-judge", CEILING}
+    assert {row["judge"] for row in compared} == {"openai/rule-judge", CEILING_JUDGE}
     assert all(row["error"] is None and row["pairing_error"] is None for row in compared)

@@ -39,7 +39,7 @@ from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, write_part
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import TABLE_SCHEMAS
 from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.traces.load import trace_of
@@ -476,8 +476,8 @@ def test_a_part_with_a_right_checksum_is_still_checked(store: RunStore) -> None:
     with pytest.raises(DamagedRun, match="the file has no column"):
         store.directory.table("steps")
     no_text = pa.StringArray.from_buffers(1, pa.py_buffer(np.array([0, 3], dtype=np.int32)), pa.py_buffer(b"\xff" * 3))
-    whole = pa.Table.from_pylist(rows.step_rows(1, a_trajectory())[:1], schema=TABLES["steps"])
-    write_part(path, whole.set_column(whole.column_names.index("text"), TABLES["steps"].field("text"), no_text))
+    whole = pa.Table.from_pylist(rows.step_rows(1, a_trajectory())[:1], schema=TABLE_SCHEMAS["steps"])
+    write_part(path, whole.set_column(whole.column_names.index("text"), TABLE_SCHEMAS["steps"].field("text"), no_text))
     with pytest.raises(DamagedRun, match=r"a\.arrow: damaged"):
         store.directory.table("steps")
 

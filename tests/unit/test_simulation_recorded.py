@@ -20,7 +20,7 @@ from draco_ray.lab.simulation.recorded import read_run
 from draco_ray.lab.simulation.scaling import find_bottleneck, predict, relative_error, scale_resources, simulate_size
 from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.runs.directory import RunDirectory, read_table
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import TABLE_SCHEMAS
 from draco_ray.runs.store import write_parquet
 from tests.support.small_run import small_run
 from tests.support.timed_run import (
@@ -120,7 +120,7 @@ def test_another_run_is_predicted_too(run: RunDirectory, tmp_path: Path) -> None
 def without_syncs(made: RunDirectory) -> RunDirectory:
     for path in (made.tables / "spans").glob("*.parquet"):
         kept = [row for row in read_table(path, "spans").to_pylist() if row["stage"] != "sync"]
-        write_parquet(path, pa.Table.from_pylist(kept, schema=TABLES["spans"]))
+        write_parquet(path, pa.Table.from_pylist(kept, schema=TABLE_SCHEMAS["spans"]))
     return made
 
 
@@ -172,7 +172,7 @@ def test_a_failed_group_is_read_as_one(tmp_path: Path) -> None:
     path = made.tables / "groups" / "step00002.parquet"
     table = read_table(path, "groups").to_pylist()
     table[0]["state"] = "failed"
-    write_parquet(path, pa.Table.from_pylist(table, schema=TABLES["groups"]))
+    write_parquet(path, pa.Table.from_pylist(table, schema=TABLE_SCHEMAS["groups"]))
     assert sum(group.failed for group in read_run(made).steps[0].groups) == 1
 
 
@@ -182,7 +182,7 @@ def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> 
         rows = read_table(path, "judge_calls").to_pylist()
         # Half of what every call took was waiting.
         rows = [row | {"waited_seconds": row["seconds"] / 2} for row in rows]
-        write_parquet(path, pa.Table.from_pylist(rows, schema=TABLES["judge_calls"]))
+        write_parquet(path, pa.Table.from_pylist(rows, schema=TABLE_SCHEMAS["judge_calls"]))
     phases = [item for step in read_run(made).steps for group in step.groups for item in group.phases.items()]
     assert phases
     for (name, _), phase in phases:

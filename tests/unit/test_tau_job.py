@@ -183,7 +183,7 @@ def test_embeddings_of_another_model_are_kept_apart(tmp_path: Path) -> None:
 
 def test_qwen36_is_served_with_its_own_formats() -> None:
     words = serve_command(DracoConfig(), POLICY, 8123, Path("folder/adapter"))
-    assert words[:4] == [*openai_server.PROGRAM, "--model"]
+    assert words[:4] == [*openai_server.SERVER_COMMAND, "--model"]
     assert value_after(words, "--model") == "Qwen/Qwen3.6-27B"
     assert value_after(words, "--host") == "127.0.0.1"
     assert "--enable-auto-tool-choice" in words

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import draco_ray
-from draco_ray.temp_dirs import PREFIX, PrivateTempDir, lock_shared, remove_abandoned
+from draco_ray.temp_dirs import TEMP_DIR_PREFIX, PrivateTempDir, lock_shared, remove_abandoned
 
 HOLDS = """\
 import os, sys
@@ -141,10 +141,10 @@ def test_nothing_a_task_may_have_made_is_followed_or_stays(temporary: Path) -> N
     closed.mkdir()
     (closed / "file").touch()
     closed.chmod(0)
-    (temporary / f"{PREFIX}link").symlink_to(outside, target_is_directory=True)
+    (temporary / f"{TEMP_DIR_PREFIX}link").symlink_to(outside, target_is_directory=True)
     remove_abandoned(temporary)
     assert (outside / "file").exists()
-    assert set(temporary.iterdir()) == {outside, temporary / f"{PREFIX}link"}
+    assert set(temporary.iterdir()) == {outside, temporary / f"{TEMP_DIR_PREFIX}link"}
 
 
 def nest(folder: Path, depth: int) -> None:
@@ -178,7 +178,7 @@ def test_where_there_are_no_locks_folders_are_made_and_nothing_is_swept(
     def refused(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    left = temporary / f"{PREFIX}left"
+    left = temporary / f"{TEMP_DIR_PREFIX}left"
     left.mkdir()
     monkeypatch.setattr(fcntl, "flock", refused)
     with PrivateTempDir() as folder:

@@ -16,7 +16,7 @@ from draco_ray.commands.tau import policy_and_config
 from draco_ray.config.ineffective_keys import check_training_keys
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.lab.analysis.judges import OWN, NamedJudge, judge_config, open_completer
+from draco_ray.lab.analysis.judges import OWN_JUDGE, NamedJudge, judge_config, open_completer
 from draco_ray.traces.load import load_traces
 
 
@@ -233,7 +233,7 @@ async def test_a_runs_own_rule_judge_answers_by_the_runs_rules(tmp_path: Path) -
     rules.write_text("def answer(prompt):\n    return None, 'mine'\n")
     run = load_config("sandbox", [f"judge.rule_judge.use={rules}:answer"]).judge
     asked = Request(messages=(Message(role="user", content="x"),))
-    assert (await open_completer(judge_config(run, NamedJudge(model=OWN), None))(asked)).text == "mine"
+    assert (await open_completer(judge_config(run, NamedJudge(model=OWN_JUDGE), None))(asked)).text == "mine"
     assert (await open_completer(judge_config(run, NamedJudge(model="rules"), None))(asked)).text != "mine"
 
 
@@ -254,4 +254,4 @@ def test_the_bench_measures_the_judge_that_its_configuration_names(
     file.write_text(json.dumps({"judge": {"model": "a/b"} if named else {"max_tokens": 999}}))
     with pytest.raises(SystemExit, match="0"):
         main(["attribution-bench", "--config", str(file)])
-    assert [judge.model for judge in asked] == [OWN if named else "rules"]
+    assert [judge.model for judge in asked] == [OWN_JUDGE if named else "rules"]

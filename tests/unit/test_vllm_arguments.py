@@ -9,7 +9,7 @@ import pytest
 from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import EngineConfig, ModelConfig
-from draco_ray.config.vllm_arguments import TAKEN
+from draco_ray.config.vllm_arguments import RESERVED_ARGUMENTS
 from draco_ray.engine.openai_server import server_env_vars
 from draco_ray.engine.vllm_engine import vllm_env_vars
 from draco_ray.errors import ConfigError
@@ -27,7 +27,7 @@ def test_it_is_part_of_the_configuration_and_of_what_a_resumed_run_compares(tmp_
     assert config_changes(load_config("qwen3.6-27b"), config)
 
 
-@pytest.mark.parametrize(("name", "instead"), TAKEN.items())
+@pytest.mark.parametrize(("name", "instead"), RESERVED_ARGUMENTS.items())
 def test_what_a_key_says_already_is_refused_and_the_key_named(name: str, instead: str) -> None:
     with pytest.raises(
         ConfigError, match=f"^config key engine.vllm: .*{name} cannot be set here; set {instead} instead"

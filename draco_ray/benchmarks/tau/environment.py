@@ -25,10 +25,10 @@ from pydantic import Field
 from draco_ray.benchmarks.tau.config import Tau2Config, TauModelConfig
 from draco_ray.benchmarks.tau.results import ENDED_WELL, Episode, read_records
 from draco_ray.benchmarks.tau.tau2_process import (
-    DOMAINS,
+    DOMAINS_FOLDER,
     JUDGE_KEY,
     PASSED_ON,
-    RUNNER,
+    RUNNER_SCRIPT,
     check_package,
     find_home,
     find_python,
@@ -40,14 +40,14 @@ from draco_ray.benchmarks.tau.tau2_process import (
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.environments.base import Environment, WorldVerdict, checked_options
-from draco_ray.environments.program import MARK
-from draco_ray.environments.tasks import KEPT, WORKSPACE
+from draco_ray.environments.program import EPISODE_VARIABLE
+from draco_ray.environments.tasks import KEPT_FOLDER, WORKSPACE_FIELD
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, EnvironmentCrashed, TauBenchError, WorldError
 from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
-JOB = "tau2"
+JOB_FIELD = "tau2"
 """Field of an open task that holds the job for `draco_ray.benchmarks.tau.play`, without API keys."""
 MAX_ID_LENGTH = 100
 _HOW_AGENTS_ACT = """\
@@ -97,7 +97,7 @@ def read_domain(home: Path, domain: str) -> Domain:
 
     Raises: ConfigError: a file is missing or unreadable, or a split lists an unknown task.
     """
-    folder = home / DOMAINS / domain
+    folder = home / DOMAINS_FOLDER / domain
     try:
         rows = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
         tau2_ids = {short_id(row["id"]): row["id"] for row in rows}
@@ -217,7 +217,7 @@ class TauEnvironment(Environment):
         agent = "openai" if options.user.model.startswith("hosted_vllm/") else "hosted_vllm"
         return {
             "python": find_python(options.tau2_python, self._home),
-            "runner": str(RUNNER),
+            "runner": str(RUNNER_SCRIPT),
             "domain": options.domain,
             "task": self._domain.tau2_ids[task_id],
             "evaluate": self.ground_truth,
@@ -228,7 +228,7 @@ class TauEnvironment(Environment):
             "user": {"model": options.user.model, "args": sampling_arguments(options.user)},
             "judge": judge_job(options.judge),
             "keys": {key: options.user.api_key_env, JUDGE_KEY: options.judge.api_key_env},
-            "passed": [*PASSED_ON, "NO_PROXY", "no_proxy", "TMPDIR", MARK],
+            "passed": [*PASSED_ON, "NO_PROXY", "no_proxy", "TMPDIR", EPISODE_VARIABLE],
             "variables": {
                 **{name: value for name, value in variables.items() if value},
                 **tau2_base_env_vars(self._home),
@@ -241,7 +241,7 @@ class TauEnvironment(Environment):
 
     @functools.cached_property
     def _home(self) -> Path:
-        return find_home(self.options.tau2_home, DOMAINS / self.options.domain)
+        return find_home(self.options.tau2_home, DOMAINS_FOLDER / self.options.domain)
 
     @functools.cached_property
     def _domain(self) -> Domain:
@@ -269,10 +269,10 @@ class TauWorld:
     def __init__(self, environment: TauEnvironment, task: Task) -> None:
         self._environment = environment
         self._folder = PrivateTempDir()
-        self._kept = self._folder.path / KEPT
+        self._kept = self._folder.path / KEPT_FOLDER
         self._kept.mkdir()
         job = json.dumps(environment.job(task.task_id, self._kept))
-        self.task = replace(task, fields={WORKSPACE: str(self._folder.path), JOB: job})
+        self.task = replace(task, fields={WORKSPACE_FIELD: str(self._folder.path), JOB_FIELD: job})
 
     async def act(self, action: str) -> str:
         """Check that tau2 has written its result file. Raises: EnvironmentCrashed."""

@@ -26,21 +26,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.results import (
-    INFRASTRUCTURE,
-    MISSING,
+    INFRASTRUCTURE_ERROR,
+    MISSING_EPISODE,
     read_episodes,
     read_judge_usage,
     rollout_result,
     simulation_files,
     summary,
 )
-from draco_ray.benchmarks.tau.server import LITELLM_NAME, SERVED, TauPolicy, free_port, serve_command, serve_policy
+from draco_ray.benchmarks.tau.server import LITELLM_NAME, SERVED_NAME, TauPolicy, free_port, serve_command, serve_policy
 from draco_ray.benchmarks.tau.tau2_process import (
     BANKING,
     DENSE_RETRIEVAL,
     JUDGE_KEY,
     PASSED_ON,
-    RUNNER,
+    RUNNER_SCRIPT,
     Tau2,
     find_tau2,
     judge_job,
@@ -49,7 +49,7 @@ from draco_ray.benchmarks.tau.tau2_process import (
     sampling_arguments,
     tau2_base_env_vars,
 )
-from draco_ray.benchmarks.tau.tau2_runner import REFUSED
+from draco_ray.benchmarks.tau.tau2_runner import EXIT_REFUSED
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import ConfigError, TauBenchError
@@ -69,7 +69,7 @@ NOT_COMPARED: Any = {
     "server": {"port", "start_timeout_seconds"},
 }
 """Settings that do not change the outcome, or that the plan stores elsewhere."""
-COPIED = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
+COPIED_KEYS = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
 """Configuration keys that are copied to a job under the same names."""
 STEPS_PER_TURN = 2
 """tau2's max_steps counts the messages of both sides."""
@@ -107,7 +107,7 @@ def evaluate_tau(
     tau2, plan = plan_tau(config, policies, label)
     tasks, trials = tuple(plan.tasks), TauBenchConfig.of(config).trials
     directory = EvaluationDirectory.begin(out, plan)
-    rerun = {MISSING, INFRASTRUCTURE} if retry_errors else {MISSING}
+    rerun = {MISSING_EPISODE, INFRASTRUCTURE_ERROR} if retry_errors else {MISSING_EPISODE}
     found: dict[str, dict[str, Any]] = {}
     with directory.claimed():
         for policy in policies:
@@ -285,7 +285,7 @@ def tau2_job(
     # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
     embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
     return {
-        **config.model_dump(include=COPIED),
+        **config.model_dump(include=COPIED_KEYS),
         "domain": BANKING,
         "tasks": list(tasks),
         "max_steps": STEPS_PER_TURN * config.max_turns,
@@ -315,7 +315,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         tmp = stack.enter_context(PrivateTempDir())
         endpoint = None
         if not policy.api:
-            log.info("serving %s as %s", policy.name, SERVED)
+            log.info("serving %s as %s", policy.name, SERVED_NAME)
             endpoint = stack.enter_context(
                 serve_policy(config, policy, folder / "server.log", tmp, [*variables.values()])
             )
@@ -323,7 +323,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
         job = tmp / "job.json"
         settings = tau2_job(tau, policy, endpoint, folder.resolve(), tasks=tasks, unreadable=unreadable)
         job.write_text(json.dumps(settings), encoding="utf-8")
-        command = [tau2.python, "-P", str(RUNNER), "run", str(job)]
+        command = [tau2.python, "-P", str(RUNNER_SCRIPT), "run", str(job)]
         environment = tau2_env_vars(tau, tau2.home, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
         progress = stack.enter_context(_shown(policy.name, len(tasks) * tau.trials))
@@ -339,7 +339,7 @@ def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str
                     scrubber.file(file)
             if problem is None:
                 return
-            if child.returncode == REFUSED:
+            if child.returncode == EXIT_REFUSED:
                 raise TauBenchError(f"tau2 was not started: {child.last_line}")
             kept = f"{len(simulation_files(folder))} of {len(tasks) * tau.trials} episodes are kept"
             if start < tau.restarts:

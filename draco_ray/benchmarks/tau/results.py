@@ -21,10 +21,10 @@ from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.judging.pricing import find_price, reply_cost
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
 from draco_ray.lab.evaluation.results import EvaluationDirectory, RoleCost, RolloutResult, role_costs, sum_or_none
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
+from draco_ray.records import LOST_ROLLOUT, EpisodeEnd, Evaluation, Usage
 
-INFRASTRUCTURE = "infrastructure_error"
-MISSING = "missing"
+INFRASTRUCTURE_ERROR = "infrastructure_error"
+MISSING_EPISODE = "missing"
 ENDED_WELL = ("user_stop", "agent_stop")
 """Termination reasons that tau2 grades; any other ending is a failure."""
 TOLERANCE = 1e-6
@@ -92,8 +92,8 @@ class Episode(BaseModel):
         if self.termination_reason in ENDED_WELL:
             return "+".join(self.reward_info.failed_parts if self.reward_info else ()) or "ungraded"
         kind = (self.info or {}).get("error_type")
-        lost = self.termination_reason == INFRASTRUCTURE
-        return f"{INFRASTRUCTURE} ({kind})" if lost and kind else self.termination_reason
+        lost = self.termination_reason == INFRASTRUCTURE_ERROR
+        return f"{INFRASTRUCTURE_ERROR} ({kind})" if lost and kind else self.termination_reason
 
     def usage(self, role: str) -> Usage:
         """Calls and tokens of ``assistant`` or ``user``."""
@@ -147,7 +147,7 @@ def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episo
     # An episode has several records if it was retried after an infrastructure error, or if the process was killed.
     # The earliest record without an infrastructure error counts, or else the earliest one.
     records = read_records(folder)
-    for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)):
+    for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE_ERROR, each.timestamp)):
         if record.task_id not in tasks or not 0 <= record.trial < trials:
             raise TauBenchError(
                 f"{folder}: contains {record.task_id}, trial {record.trial}, which is not part of this evaluation of "
@@ -155,7 +155,7 @@ def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episo
             )
         found.setdefault((record.task_id, record.trial), record)
     return [
-        found.get((task, trial)) or Episode(task_id=task, trial=trial, timestamp="", termination_reason=MISSING)
+        found.get((task, trial)) or Episode(task_id=task, trial=trial, timestamp="", termination_reason=MISSING_EPISODE)
         for task in tasks
         for trial in range(trials)
     ]
@@ -174,7 +174,7 @@ def read_judge_usage(folder: Path) -> Usage:
 def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
     """Convert an episode to the result that every benchmark stores; ``price`` is the policy's."""
     failure, usage = episode.failure, episode.usage("assistant")
-    lost = episode.termination_reason in (INFRASTRUCTURE, MISSING)
+    lost = episode.termination_reason in (INFRASTRUCTURE_ERROR, MISSING_EPISODE)
     return RolloutResult(
         evaluation=Evaluation(
             task_id=episode.task_id,
@@ -184,7 +184,7 @@ def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
             total_tests=1,
             turns=usage.calls,
             ended=ENDS.get(episode.termination_reason, EpisodeEnd.SERVER_ERROR),
-            failures=(() if failure is None else (failure,)) + ((LOST,) if lost else ()),
+            failures=(() if failure is None else (failure,)) + ((LOST_ROLLOUT,) if lost else ()),
         ),
         usage=replace(usage, dollars=_dollars(price, usage)),
         seconds=episode.duration,
@@ -213,8 +213,8 @@ def summary(
     return {
         "episodes": len(episodes),
         "successes": sum(episode.success for episode in episodes),
-        "infrastructure_errors": sum(episode.termination_reason == INFRASTRUCTURE for episode in episodes),
-        "missing": failures[MISSING],
+        "infrastructure_errors": sum(episode.termination_reason == INFRASTRUCTURE_ERROR for episode in episodes),
+        "missing": failures[MISSING_EPISODE],
         "failures": dict(failures.most_common()),
         "costs": {
             role: {

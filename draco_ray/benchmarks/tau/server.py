@@ -27,16 +27,16 @@ from draco_ray.judging.endpoint import Server
 from draco_ray.lab.evaluation.policies import API_PREFIX, Checkpoint, EvaluatedPolicy, load_adapter, lora_rank
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
-BASE = "base"
+BASE_NAME = "base"
 """``--policy`` value for the configured model, and the served name of an adapter's base model."""
-SERVED = "policy"
+SERVED_NAME = "policy"
 """Served name of the policy."""
-LITELLM_NAME = f"hosted_vllm/{SERVED}"
+LITELLM_NAME = f"hosted_vllm/{SERVED_NAME}"
 HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 PROBE = "The customer asks which of two credit cards has the lower annual fee, and the agent looks both of them up."
 PROBE_SECONDS = 300.0
-FORMATS = (
+FAMILY_PARSERS = (
     ("qwen3_5", r"qwen3\.[56]", "qwen3_coder", "qwen3"),
     ("qwen3", r"qwen3(?!\.)", "hermes", "qwen3"),
     ("qwen2", r"qwen2", "hermes", None),
@@ -74,15 +74,15 @@ def find_policy(named: str, config: DracoConfig) -> TauPolicy:
     """
     if named.startswith(API_PREFIX):
         return api_policy(named.removeprefix(API_PREFIX))
-    if named == BASE:
-        return served_policy(BASE, config.model.path)
+    if named == BASE_NAME:
+        return served_policy(BASE_NAME, config.model.path)
     directory = Path(named).expanduser().resolve()
     if (directory / ADAPTER_CONFIG).is_file():
         return served_policy(directory.name, config.model.path, directory)
     if not (directory / "config.json").is_file():
         raise ConfigError(
             f"policy {named}: expected a folder with {ADAPTER_CONFIG} (a checkpoint) or config.json (a model), "
-            f"'{BASE}' or {API_PREFIX}<provider>/<model>"
+            f"'{BASE_NAME}' or {API_PREFIX}<provider>/<model>"
         )
     return served_policy(directory.name, str(directory))
 
@@ -163,9 +163,9 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
             f"policy {policy.name}: the tool-call format of {policy.model} is unknown; set "
             "tau_bench.server.tool_call_parser to vLLM's parser for it"
         )
-    words = [*openai_server.PROGRAM, "--model", policy.model]
+    words = [*openai_server.SERVER_COMMAND, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
-    words += ["--served-model-name", SERVED if adapter is None else BASE]
+    words += ["--served-model-name", SERVED_NAME if adapter is None else BASE_NAME]
     words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
     # Use only the request's sampling parameters: the model's own defaults might add a repetition penalty.
@@ -181,7 +181,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     if adapter is not None:
         rank = next((rank for rank in LORA_RANKS if rank >= policy.rank), LORA_RANKS[-1])
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
-        words += ["--lora-modules", json.dumps({"name": SERVED, "path": str(adapter)})]
+        words += ["--lora-modules", json.dumps({"name": SERVED_NAME, "path": str(adapter)})]
     return words + openai_server.hardware_arguments(config.engine, server.max_model_len)
 
 
@@ -189,7 +189,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
 def serve_policy(
     config: DracoConfig, policy: TauPolicy, log: Path, folder: Path, withhold: Sequence[str]
 ) -> Iterator[Server]:
-    """Serve the policy as `SERVED` while the block runs.
+    """Serve the policy as `SERVED_NAME` while the block runs.
 
     Args:
         log: file for the server's output.
@@ -218,7 +218,7 @@ def serve_policy(
             del weights
         command = serve_command(config, policy, port, adapter)
         environment = openai_server.server_env_vars(config.engine, policy.model, key, withhold)
-        child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
+        child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS_VARIABLE)
         stack.callback(child.end)
         base, headers = f"http://{HOST}:{port}", {"Authorization": f"Bearer {key}"}
         with httpx.Client(base_url=base, headers=headers, timeout=10.0, trust_env=False) as client:
@@ -228,7 +228,7 @@ def serve_policy(
         yield Server(f"{base}/v1", key)
 
 
-def check_adapter_is_live(client: httpx.Client, name: str, *, served_as: str = SERVED) -> None:
+def check_adapter_is_live(client: httpx.Client, name: str, *, served_as: str = SERVED_NAME) -> None:
     """Compare log-probs with and without the adapter, because vLLM silently ignores weights it cannot place.
 
     Args:
@@ -241,7 +241,7 @@ def check_adapter_is_live(client: httpx.Client, name: str, *, served_as: str = S
     """
     request = {"prompt": PROBE, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     found = []
-    for model in (served_as, BASE):
+    for model in (served_as, BASE_NAME):
         try:
             answer = client.post("/v1/completions", json={"model": model, **request}, timeout=PROBE_SECONDS)
             found.append(answer.raise_for_status().json()["choices"][0]["prompt_logprobs"])
@@ -260,7 +260,7 @@ def check_adapter_is_live(client: httpx.Client, name: str, *, served_as: str = S
 
 def _wait(child: Child, client: httpx.Client, seconds: float, log: Path) -> None:
     deadline = time.monotonic() + seconds
-    while SERVED not in (openai_server.served_names(client) or ()):
+    while SERVED_NAME not in (openai_server.served_names(client) or ()):
         if (code := child.wait(POLL_SECONDS)) is not None:
             raise TauBenchError(f"vLLM's server ended with exit code {code}; for the reason see the end of {log}")
         if time.monotonic() > deadline:
@@ -281,7 +281,7 @@ def _description(model: str) -> Mapping[str, Any]:
 def _parsers(model: str, description: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """vLLM's tool-call and reasoning parsers for a model; each is None if unknown or not needed."""
     kind, name = description.get("model_type"), model.rsplit("/", 1)[-1]
-    for prefix, pattern, tool_calls, reasoning in FORMATS:
+    for prefix, pattern, tool_calls, reasoning in FAMILY_PARSERS:
         if re.match(pattern, name, re.IGNORECASE) if kind is None else kind.startswith(prefix):
             return tool_calls, reasoning
     return None, None

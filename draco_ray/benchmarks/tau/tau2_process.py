@@ -19,12 +19,12 @@ from draco_ray.judging.tokens import refused_parameters
 
 log = logging.getLogger(__name__)
 
-RUNNER = Path(__file__).with_name("tau2_runner.py")
+RUNNER_SCRIPT = Path(__file__).with_name("tau2_runner.py")
 PYTHON_VARIABLE, HOME_VARIABLE = "TAU2_PYTHON", "TAU2_HOME"
 BANKING = "banking_knowledge"
-DOMAINS = Path("data/tau2/domains")
+DOMAINS_FOLDER = Path("data/tau2/domains")
 """Folder of the domains in a checkout."""
-TASKS = DOMAINS / BANKING / "tasks"
+TASKS_FOLDER = DOMAINS_FOLDER / BANKING / "tasks"
 FULL_SPLIT = 97
 TESTED_COMMIT = "a2c0247"
 """Commit of tau2-bench 1.0.1 that docs/tau_bench.md describes."""
@@ -69,12 +69,12 @@ def find_tau2(config: TauBenchConfig) -> Tau2:
         ConfigError: tau2-bench is missing, has another version, is another package of that name, or lacks its data or
             the programs that its shell tool needs.
     """
-    home = find_home(config.tau2_home, TASKS)
+    home = find_home(config.tau2_home, TASKS_FOLDER)
     python = find_python(config.tau2_python, home)
-    tasks = tuple(sorted(path.stem for path in (home / TASKS).glob("task_*.json")))
+    tasks = tuple(sorted(path.stem for path in (home / TASKS_FOLDER).glob("task_*.json")))
     if len(tasks) != FULL_SPLIT:
         raise ConfigError(
-            f"tau2_home {home}: {len(tasks)} tasks in {TASKS}; expected the {FULL_SPLIT} of tau2-bench "
+            f"tau2_home {home}: {len(tasks)} tasks in {TASKS_FOLDER}; expected the {FULL_SPLIT} of tau2-bench "
             f"{config.tau2_version}; check out that version"
         )
     check_package(python, config.tau2_version)
@@ -126,7 +126,7 @@ def check_package(python: str, version: str, home: Path | None = None, domain: s
     environment = {"PATH": os.environ.get("PATH", ""), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     try:
         done = subprocess.run(
-            [python, "-P", str(RUNNER), "check", *([domain] if domain else [])],
+            [python, "-P", str(RUNNER_SCRIPT), "check", *([domain] if domain else [])],
             env=environment | ({} if home is None else {"TAU2_DATA_DIR": str(home / "data")}),
             capture_output=True,
             text=True,

@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-REFUSED = 3
+EXIT_REFUSED = 3
 """Exit code if nothing was run; the last line on stderr says why."""
 PLAY_AGAIN = 75
 """Exit code of an episode whose failure is not the policy's: EX_TEMPFAIL of sysexits.h."""
@@ -85,7 +85,7 @@ def import_tau2_modules(*names: str) -> list[Any]:
     try:
         return [importlib.import_module(f"tau2.{name}") for name in names]
     except ImportError as error:
-        raise RunnerExit(REFUSED, f"{error}; expected tau2-bench 1.0.1 with its extras") from error
+        raise RunnerExit(EXIT_REFUSED, f"{error}; expected tau2-bench 1.0.1 with its extras") from error
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -94,7 +94,7 @@ def import_tau2_modules(*names: str) -> list[Any]:
 def require_attribute(owner: Any, name: str) -> Any:
     """An attribute of a module or a class of tau2. Raises: RunnerExit: it is missing."""
     if not hasattr(owner, name):
-        raise RunnerExit(REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
+        raise RunnerExit(EXIT_REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
     return getattr(owner, name)
 
 
@@ -131,7 +131,7 @@ def use_embedder(module: Any, cache: Any, job: dict[str, Any]) -> None:
     embedder = job["embedder"]
     known = require_attribute(require_attribute(module, "OpenRouterEmbedder"), "SUPPORTED_MODELS")
     if "api_string" not in known.get(EMBEDDER, ()):
-        raise RunnerExit(REFUSED, f"OpenRouterEmbedder does not support {EMBEDDER}; expected tau2-bench 1.0.1")
+        raise RunnerExit(EXIT_REFUSED, f"OpenRouterEmbedder does not support {EMBEDDER}; expected tau2-bench 1.0.1")
     known[EMBEDDER]["api_string"] = embedder["model"]
     client = require_attribute(module, "OpenAI")
     endpoint = {"base_url": embedder["api_base"], "api_key": os.environ.get(embedder["key"], "")}
@@ -274,7 +274,7 @@ def evaluate(job: dict[str, Any], task: Any, simulation: Any) -> None:
             use_judge(assertions, judge, Path(job["judge_calls"]))
         elif task.evaluation_criteria.nl_assertions:
             raise RunnerExit(
-                REFUSED,
+                EXIT_REFUSED,
                 "the judge of the task's assertions has no API key; set environment variable "
                 f"{job['keys'][judge['key']]}",
             )

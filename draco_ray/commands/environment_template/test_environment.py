@@ -16,7 +16,7 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
-HERE = Path(__file__).parent
+THIS_FOLDER = Path(__file__).parent
 
 
 def _acts_twice(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
@@ -34,8 +34,8 @@ def draco(*arguments: object) -> None:
 
 def test_one_training_step(tmp_path: Path) -> None:
     """The step is trained, and the model has called the tools."""
-    small, policy = HERE / "small.yaml", tmp_path / "policy"
-    draco("sft", small, HERE / "demonstrations.jsonl", "--new", "--epochs", 40, "--out", policy)
+    small, policy = THIS_FOLDER / "small.yaml", tmp_path / "policy"
+    draco("sft", small, THIS_FOLDER / "demonstrations.jsonl", "--new", "--epochs", 40, "--out", policy)
     draco("train", small, f"model.path={policy}", f"run.root={tmp_path}", "run.name=test")
     (metrics,) = [json.loads(line) for line in (tmp_path / "test" / "metrics.jsonl").read_text().splitlines()]
     assert metrics["updates"] == 1

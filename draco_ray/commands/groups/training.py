@@ -221,12 +221,12 @@ def sft(
         best: With a run: number of best rollouts to take per task.
         new: Start from a tiny untrained stand-in model instead of model.path.
     """
-    from draco_ray.commands.sft import READ, fine_tune, ineffective_sft_keys
+    from draco_ray.commands.sft import SECTIONS_READ, fine_tune, ineffective_sft_keys
 
     if not source.is_dir():
         check_no_effect(context, "with demonstrations; it selects rollouts of a run", "best")
     loaded = load_config(config, overrides or [])
-    check_effective("draco sft", overrides or [], READ, ineffective_sft_keys(loaded, new=new))
+    check_effective("draco sft", overrides or [], SECTIONS_READ, ineffective_sft_keys(loaded, new=new))
     fine_tune(loaded, source, out, epochs=epochs, best=best, new=new)
 
 

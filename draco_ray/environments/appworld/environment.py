@@ -19,7 +19,7 @@ from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.environments.base import Environment, World, termination_if_stopped
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 
-FAILED = "Execution failed."
+FAILED_PREFIX = "Execution failed."
 """Beginning of the output of a cell that raised, did not parse or timed out."""
 
 
@@ -39,7 +39,7 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
     cells = list(steps)
     for code, output in reversed(cells):
         status = _completion(code or "")
-        if status is not None and not (output or "").lstrip().startswith(FAILED):
+        if status is not None and not (output or "").lstrip().startswith(FAILED_PREFIX):
             return Termination.GAVE_UP if status == "fail" else Termination.SUBMITTED
     return stopped or (Termination.GAVE_UP if cells else Termination.NO_ACTION)
 
@@ -69,7 +69,7 @@ def _completion(code: str) -> str | None:
     return "fail" if fails else "success"
 
 
-FACTS = """\
+APPWORLD_FACTS = """\
 - An action is Python code, which the agent must put between `<code>` and `</code>`; what the code prints comes back. \
 No criterion may punish that wrapping.
 - Calling `complete_task` leaves the episode open. The episode is over once the agent sends a turn that has no \
@@ -80,7 +80,7 @@ against the agent."""
 class AppWorldEnvironment(Environment):
     """Tasks of an AppWorld data root. An action is a cell of Python code, run in a jail."""
 
-    facts = FACTS
+    facts = APPWORLD_FACTS
     agent_prompt: ClassVar[Path] = Path("prompts/agent_think.txt")
     static_rubric: ClassVar[Path] = Path("prompts/static_rubric.yaml")
     evaluates = True

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from draco_ray.config.schema import ConfigSection, DataConfig, EnvironmentConfig
-from draco_ray.environments.appworld.environment import FAILED, AppWorldEnvironment
+from draco_ray.environments.appworld.environment import FAILED_PREFIX, AppWorldEnvironment
 from draco_ray.environments.base import World, WorldVerdict, checked_options, termination_if_stopped
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task, Termination, Trajectory
 
-DESCRIBED = 40
+MAX_DESCRIBED_TOOLS = 40
 """Maximum number of tools whose schemas the judge sees; if there are more, it only sees their names."""
 _HOW_AGENTS_ACT = """\
 - The agent acts by calling the APIs of apps as functions, named app__api. Several calls of a turn are \
@@ -55,7 +55,7 @@ class AppWorldFunctions(AppWorldEnvironment):
         """Facts for the judge: how agents act, and which functions they can call."""
         schemas = self._functions.values()
         told = [f"- Functions: {', '.join(self._functions)}"]
-        if len(schemas) <= DESCRIBED:
+        if len(schemas) <= MAX_DESCRIBED_TOOLS:
             told = [described(each) for each in schemas]
         return "\n".join([_HOW_AGENTS_ACT, *told])
 
@@ -117,7 +117,7 @@ class FunctionWorld:
         # Safe as code: the name is a known one, and the arguments are a Python literal.
         code = f"import json\nprint(json.dumps(apis.{app}.{api}(**{arguments!r}), ensure_ascii=False))"
         output = await self._world.act(code)
-        if not output.lstrip().startswith(FAILED):
+        if not output.lstrip().startswith(FAILED_PREFIX):
             return output.rstrip("\n")
         last = [line.strip() for line in output.strip().splitlines() if line.strip()][-1]
         return f"error: {name}: {last.removeprefix('Exception: ')}"

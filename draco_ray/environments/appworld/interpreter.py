@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from draco_ray.environments.own_python import own_python
 
-VARIABLE = "DRACO_APPWORLD_PYTHON"
+PYTHON_VARIABLE = "DRACO_APPWORLD_PYTHON"
 
 
 def appworld_python(configured: str | None) -> str:
@@ -24,7 +24,7 @@ def appworld_python(configured: str | None) -> str:
         configured,
         of="AppWorld's",
         key="environment.appworld_python",
-        variable=VARIABLE,
+        variable=PYTHON_VARIABLE,
         folder=".venv-appworld",
         made_by="make setup",
     )

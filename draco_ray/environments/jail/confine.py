@@ -32,8 +32,8 @@ from pathlib import Path
 from draco_ray.environments.jail import linux
 from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
-LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
-AUTOMATIC_LEVELS = LEVELS[:-1]
+ISOLATION_LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
+AUTOMATIC_LEVELS = ISOLATION_LEVELS[:-1]
 """Levels that ``auto`` may choose. The last level hides no files of the host, so it must be named explicitly."""
 
 UNAVAILABLE = 3

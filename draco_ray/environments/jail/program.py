@@ -22,7 +22,7 @@ from typing import NoReturn
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, WORKSPACE, JailSpec
 
-LAUNCH, ENDPOINT = "/run/draco/launch.json", "/run/draco/endpoint"
+LAUNCH_PATH, ENDPOINT_PATH = "/run/draco/launch.json", "/run/draco/endpoint"
 """Paths in the jail: the description of the program, and the endpoint's Unix socket."""
 LIFELINE = "/run/draco/lifeline"
 """In a container, the Unix socket whose connection ends with the rollout."""
@@ -58,7 +58,7 @@ class ProgramLaunch:
 
 def main() -> NoReturn:
     """Run the program that the launch file describes; exit with its status, or 128 plus the signal that ended it."""
-    with open(LAUNCH, encoding="utf-8") as file:
+    with open(LAUNCH_PATH, encoding="utf-8") as file:
         launch = ProgramLaunch(**json.load(file))
     lifeline = _lifeline(launch) if launch.contained else None
     os.chdir(WORKSPACE)
@@ -181,7 +181,7 @@ def _disk(folder: str) -> Iterator[int]:
 
 async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Connect a client in the jail with the endpoint."""
-    from_endpoint, to_endpoint = await asyncio.open_unix_connection(ENDPOINT)
+    from_endpoint, to_endpoint = await asyncio.open_unix_connection(ENDPOINT_PATH)
     await asyncio.gather(_copy(reader, to_endpoint), _copy(from_endpoint, writer))
 
 

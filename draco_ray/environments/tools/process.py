@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 HARD_STOP = 1.25
 """Multiple of ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted is killed."""
-CODE = ("environments/tools",)
+JAILED_CODE = ("environments/tools",)
 """Files of this package that run in a jail for tools."""
 CPU_CALLS = 60
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
@@ -120,7 +120,7 @@ class ToolProcess(ForkClient):
             scratch_mib=SCRATCH_MIB,
             output_bytes=config.max_output_bytes,
             module="draco_ray.environments.tools.server",
-            code=CODE,
+            code=JAILED_CODE,
             shown=shown,
             network=network,
         )

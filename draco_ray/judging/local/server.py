@@ -21,7 +21,7 @@ from draco_ray.judging.endpoint import Server
 from draco_ray.judging.judge_context import model_positions
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
-STARTS = 3
+MAX_FAILED_STARTS = 3
 """Maximum number of starts in a row that end before the server answers."""
 LOOK_SECONDS = 5.0
 """Timeout of a health check, in seconds."""
@@ -55,7 +55,7 @@ def serve_command(config: JudgeConfig, host: str, port: int) -> list[str]:
     """The command line of the server; it does not contain the API key."""
     local, model = config.local, served_model(config.model)
     context = local.context_tokens or (model_positions(model) if is_local(model) else None)
-    words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
+    words = [*openai_server.SERVER_COMMAND, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
     # Replies state the prompt tokens from the prefix cache. Progress is read from statistics, not from access logs.
@@ -130,7 +130,8 @@ class VllmJudgeServer:
         Returns: the server if it serves, otherwise a phrase for its state, such as ``loads MODEL``.
 
         Raises:
-            JudgeUnavailable: the server ended `STARTS` times in a row before it answered, or did not answer in time.
+            JudgeUnavailable: the server ended `MAX_FAILED_STARTS` times in a row before it answered, or did not answer
+                in time.
         """
         child = self._child
         if child is None:
@@ -152,7 +153,9 @@ class VllmJudgeServer:
         withheld = (self._config.key_variable,)
         environment = openai_server.server_env_vars(engine_of(self._config.local), model, self._key, withheld)
         words = serve_command(self._config, self._host, port)
-        self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
+        self._child = Child(
+            words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS_VARIABLE
+        )
         self._began, self._progress_at, self._tokens = self._clock(), None, None
         return f"loads {model}{why}"
 
@@ -161,10 +164,10 @@ class VllmJudgeServer:
         self._child = None
         why = f"ended with exit code {child.returncode}"
         self._failures += self._progress_at is None
-        if self._failures >= STARTS:
+        if self._failures >= MAX_FAILED_STARTS:
             raise JudgeUnavailable(
-                f"the judge's vLLM server of {served_model(self._config.model)} {why} {STARTS} times before it "
-                f"answered; last line of its output: {child.last_line[:200]} (see {self._log})"
+                f"the judge's vLLM server of {served_model(self._config.model)} {why} {MAX_FAILED_STARTS} times before "
+                f"it answered; last line of its output: {child.last_line[:200]} (see {self._log})"
             )
         return self._start(f", because the previous server {why}")
 

@@ -1,9 +1,9 @@
 """How far two graders agree beyond chance: rates, chance-corrected coefficients, and the intervals of both.
 
 One grader is the reference, such as the judge whose verdicts a run used. A judgment is one criterion of one rollout. If
-the other grader gave no verdict on it, the other grader's rating is `UNANSWERED`. Such a judgment is a disagreement in
-``agreement`` and ``balanced_accuracy``. It is in the denominators of ``false_pass`` and ``false_fail``, but is itself
-neither. ``chance`` and the coefficients leave such judgments out, since they compare verdicts.
+the other grader gave no verdict on it, the other grader's rating is `UNANSWERED_RATING`. Such a judgment is a
+disagreement in ``agreement`` and ``balanced_accuracy``. It is in the denominators of ``false_pass`` and ``false_fail``,
+but is itself neither. ``chance`` and the coefficients leave such judgments out, since they compare verdicts.
 
 ================== =====================================================================================================
 measure            meaning
@@ -35,7 +35,7 @@ import numpy as np
 from draco_ray.lab.evaluation.intervals import Interval, bounded_limits
 from draco_ray.records import FloatArray, IntArray, Verdict
 
-UNANSWERED = 2
+UNANSWERED_RATING = 2
 """Rating of a judgment to which the other grader gave no verdict."""
 RATINGS = (Verdict.FAIL.value, Verdict.NOT_APPLICABLE.value, Verdict.PASS.value)
 _FAIL, _PASS = RATINGS.index(Verdict.FAIL.value), RATINGS.index(Verdict.PASS.value)
@@ -49,11 +49,11 @@ RATES = ("unanswered", "agreement", "chance", *COEFFICIENTS, "balanced_accuracy"
 
 
 def contingency(reference: IntArray, other: IntArray) -> IntArray:
-    """Counts by the reference's rating (3 rows) and the other's (4 columns), in the order `RATINGS`, `UNANSWERED`.
+    """Counts by the reference's rating (3 rows) and the other's (4 columns): `RATINGS`, then `UNANSWERED_RATING`.
 
     Args:
         reference: +1, -1 or 0.
-        other: the same, or `UNANSWERED`.
+        other: the same, or `UNANSWERED_RATING`.
 
     Raises:
         ValueError: the two differ in shape, or contain other values.
@@ -62,7 +62,7 @@ def contingency(reference: IntArray, other: IntArray) -> IntArray:
         raise ValueError(
             f"ratings have shapes {reference.shape} and {other.shape}; expected two vectors of equal length"
         )
-    columns = (*RATINGS, UNANSWERED)
+    columns = (*RATINGS, UNANSWERED_RATING)
     if not np.isin(reference, RATINGS).all() or not np.isin(other, columns).all():
         raise ValueError("a rating is not -1, 0 or +1")
     return np.array(

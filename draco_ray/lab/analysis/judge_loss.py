@@ -29,7 +29,7 @@ _CALL = ("training_step", "task_id", "rollout", "phase")
     "float64: advantage_correlation sign_flips best_kept signal_lost dollars own_dollars",
 )
 def judge_loss(run: RunDirectory, replayed: pa.Table) -> Iterator[Row]:
-    """A row for each judge of ``replayed``, a table with the columns of `draco_ray.lab.analysis.replay.REPLAYED`.
+    """A row for each judge of ``replayed``, with the columns of `draco_ray.lab.analysis.replay.REPLAYED_SCHEMA`.
 
     A_i, the advantage of rollout i, is computed once from the verdicts of the run and once from those of the judge.
 

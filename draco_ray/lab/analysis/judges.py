@@ -8,19 +8,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import (
+    RULE_JUDGE,
+    DracoConfig,
+    JudgeConfig,
+    LocalJudgeConfig,
+    RuleJudgeConfig,
+    SelfJudgeConfig,
+)
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import describe_judge
 from draco_ray.registry import find_component
 from draco_ray.sandbox.rule_judge.answering import answer
-from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
+from draco_ray.sandbox.rule_judge.noise import ANSWER_FUNCTIONS, Noise
 
 log = logging.getLogger(__name__)
 
-OWN = "own"
+OWN_JUDGE = "own"
 """Name of a run's own judge on the command line; asking it again measures how far a judge agrees with itself."""
-POLICY = "policy"
+POLICY_JUDGE = "policy"
 """Name of a run's own policy on the command line: the previous step's checkpoint judges each step."""
 
 
@@ -34,7 +41,7 @@ class RuleCompleter:
     async def __call__(self, request: Request) -> Completion:
         """Answer the request's first message; the rules ignore later messages."""
         _, text = self._rules(request.messages[0].content)
-        return Completion(text=text, finish_reason="stop", model=RULES, started_at=0.0, seconds=0.0)
+        return Completion(text=text, finish_reason="stop", model=RULE_JUDGE, started_at=0.0, seconds=0.0)
 
     async def forget(self, request: Request) -> None:
         """Do nothing: no answer is kept."""
@@ -50,7 +57,7 @@ def configured_rules(config: JudgeConfig, seed: int) -> RuleCompleter:
         ConfigError: ``judge.rule_judge.use`` names nothing.
     """
     noise = config.rule_judge.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
-    answers = find_component("judge.rule_judge.use", config.rule_judge.use, ANSWERS)
+    answers = find_component("judge.rule_judge.use", config.rule_judge.use, ANSWER_FUNCTIONS)
     return RuleCompleter(Noise(**noise, seed=seed).blur(answers))
 
 
@@ -65,7 +72,7 @@ class NamedJudge:
     """A judge, as named on the command line."""
 
     model: str
-    """LiteLLM model name, `RULES`, `OWN` (the judge of the run's configuration) or `POLICY`."""
+    """LiteLLM model name, `RULE_JUDGE`, `OWN_JUDGE` (the judge of the run's configuration) or `POLICY_JUDGE`."""
     api_base: str | None = None
     """Endpoint; None: the one configured for this model, else the provider's."""
     api_key_env: str | None = None
@@ -73,7 +80,7 @@ class NamedJudge:
 
     def __post_init__(self) -> None:
         """Reject an endpoint for a judge that runs locally. Raises: ConfigError."""
-        if self.model in (RULES, POLICY) and (self.api_base is not None or self.api_key_env is not None):
+        if self.model in (RULE_JUDGE, POLICY_JUDGE) and (self.api_base is not None or self.api_key_env is not None):
             raise ConfigError(f"judge {self.model}: runs in this process; leave out endpoint and key")
 
 
@@ -90,9 +97,9 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
         ConfigError: the run's own judge was its policy, which changes with every step, or a server that has ended.
     """
     model, rules = judge.model, RuleJudgeConfig()
-    if model == OWN:
+    if model == OWN_JUDGE:
         _check_own(config, judge)
-        model, rules = RULES if config.rule_judge.start else config.model, config.rule_judge
+        model, rules = RULE_JUDGE if config.rule_judge.start else config.model, config.rule_judge
     kept = config if model == config.model else JudgeConfig()
     return config.model_copy(
         update={
@@ -103,7 +110,7 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
             "rule_judge": rules,
             "self_judge": SelfJudgeConfig(),
             "local": LocalJudgeConfig(),
-            "cache": None if model == RULES else cache,
+            "cache": None if model == RULE_JUDGE else cache,
         }
     )
 
@@ -113,7 +120,7 @@ def _check_own(config: JudgeConfig, judge: NamedJudge) -> None:
     if config.self_judge.enabled:
         raise ConfigError(
             "--judge own: this run's judge was its own policy, which changed at every step; to ask its checkpoints "
-            f"use --judge {POLICY}"
+            f"use --judge {POLICY_JUDGE}"
         )
     if config.local.enabled and judge.api_base is None:
         raise ConfigError(
@@ -124,7 +131,7 @@ def _check_own(config: JudgeConfig, judge: NamedJudge) -> None:
 
 def judge_description(named: str, config: JudgeConfig) -> str:
     """Description of the judge and its endpoint, printed before the first request."""
-    return named if named == POLICY or config.model == RULES else describe_judge(config)
+    return named if named == POLICY_JUDGE or config.model == RULE_JUDGE else describe_judge(config)
 
 
 def folder_name(judge: str) -> str:
@@ -137,11 +144,11 @@ def folder_name(judge: str) -> str:
 
 
 def open_completer(config: JudgeConfig, seed: int = 0) -> Completer:
-    """A completer: the rule judge if the model is `RULES`, otherwise LiteLLM with the durable cache of ``config``.
+    """A completer: the rule judge if the model is `RULE_JUDGE`, otherwise LiteLLM with the durable cache of ``config``.
 
     ``seed``: the run's seed, for the noise of its rule judge.
     """
-    if config.model == RULES:
+    if config.model == RULE_JUDGE:
         return configured_rules(config, seed)
     from draco_ray.judging.build import open_model
     from draco_ray.judging.reply_cache import ReplyCache

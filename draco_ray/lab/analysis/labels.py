@@ -12,12 +12,12 @@ import pyarrow as pa
 from draco_ray.judging.labels import Label
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
+from draco_ray.lab.analysis.replay import REPLAYED_SCHEMA, agreement_table
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.rows import group_by
 from draco_ray.runs.rows import Row
 
-PEOPLE = "labels"
+LABELS_RUN = "labels"
 """Value of the column ``run`` in tables of labels, which may come from several runs."""
 
 
@@ -40,7 +40,7 @@ def human_agreement(labels: Sequence[Label]) -> pa.Table:
     A verdict that two people labelled counts twice. Intervals are over groups.
     """
     rows = [_row(label, label.judge, "verdicts") for label in _of_verdicts(labels)]
-    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED_SCHEMA))
 
 
 def inter_annotator_agreement(labels: Sequence[Label]) -> pa.Table:
@@ -53,7 +53,7 @@ def inter_annotator_agreement(labels: Sequence[Label]) -> pa.Table:
         pair = f"{one or '-'} / {other or '-'}"
         both = sorted(said[one].keys() & said[other].keys(), key=repr)
         rows += [_row(said[one][judgment], said[other][judgment].verdict, pair) for judgment in both]
-    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED_SCHEMA))
 
 
 def citations(labels: Sequence[Label]) -> Citations | None:
@@ -101,9 +101,9 @@ def _of_verdicts(labels: Sequence[Label]) -> list[Label]:
 
 
 def _row(label: Label, verdict: int | None, phase: str) -> Row:
-    """A row of `REPLAYED` whose reference is the person's verdict."""
+    """A row of `REPLAYED_SCHEMA` whose reference is the person's verdict."""
     return {
-        "run": PEOPLE,
+        "run": LABELS_RUN,
         "judge": "judge",
         "training_step": label.training_step,
         "task_id": repr(label.group),

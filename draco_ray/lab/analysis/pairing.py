@@ -22,7 +22,7 @@ from draco_ray.judging.phases import Question
 from draco_ray.judging.reply import Entry, Integer, Parsed, read_entries
 from draco_ray.records import Criterion
 
-PROMPT = Path("prompts/pair_criteria.txt")
+PROMPT_FILE = Path("prompts/pair_criteria.txt")
 
 Pairs = tuple[tuple[int, int], ...]
 """(index in the first list, index in the second), both 0-based, sorted by the first."""
@@ -44,7 +44,7 @@ class Pairing(Question[Pairs]):
     other: Sequence[Criterion]
 
     name = "pairing"
-    template = PROMPT.name
+    template = PROMPT_FILE.name
     placeholders = frozenset({"first_criteria", "second_criteria"})
     required = (frozenset({"first_criteria"}), frozenset({"second_criteria"}))
     entry = _Pair
@@ -100,6 +100,6 @@ def make_pairing_judge(complete: Completer, config: JudgeConfig) -> Judge:
         ConfigError: a prompt is missing.
     """
     prompts = prompts_of(config)
-    templates = {**prompts.templates, Pairing.name: project_file(PROMPT).read_text(encoding="utf-8")}
+    templates = {**prompts.templates, Pairing.name: project_file(PROMPT_FILE).read_text(encoding="utf-8")}
     # One scoring call, as in the paper's comparison, whatever judge.score_votes is: more votes are a stricter rule.
     return Judge(complete, replace(prompts, templates=templates), config.model_copy(update={"score_votes": 1}))

@@ -10,7 +10,7 @@ from typing import Any
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.traces.judging_run import LINES
+from draco_ray.traces.judging_run import JUDGED_FILE
 
 Line = Mapping[str, Any]
 """A line of ``judged.jsonl``: a judged trace."""
@@ -23,7 +23,7 @@ def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
     return clustered_mean([means], lambda task: task) if means else None
 
 
-def read_run_jsonl(run: RunDirectory, name: str = LINES) -> list[dict[str, Any]]:
+def read_run_jsonl(run: RunDirectory, name: str = JUDGED_FILE) -> list[dict[str, Any]]:
     """The lines of a JSONL file in a run directory of judged traces; empty if the file does not exist yet."""
     path = run.path / name
     # Not splitlines: JSON may contain other line separators than \n.

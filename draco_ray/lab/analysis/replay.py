@@ -22,7 +22,7 @@ from draco_ray.judging.reply import JsonSchema, check_finish
 from draco_ray.lab.analysis.agreement import (
     COUNTS,
     RATES,
-    UNANSWERED,
+    UNANSWERED_RATING,
     agreement,
     agreement_intervals,
     clustered_interval,
@@ -38,13 +38,13 @@ ValueT = TypeVar("ValueT")
 _Answer = tuple[int | None, tuple[int, ...]]
 """A verdict, and the steps that it cites."""
 _UNANSWERED: _Answer = (None, ())
-PHASES = (Score.name, Credit.name)
+VERDICT_PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
 
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
 """Measures of `agreement` that come with an interval."""
 
-REPLAYED = table_schema(
+REPLAYED_SCHEMA = table_schema(
     "string: run judge",
     "int64: training_step",
     "string: task_id",
@@ -71,7 +71,7 @@ class ArchivedCall:
     rubric: tuple[Criterion, ...]
     """The prompt's criteria, in the order in which it lists them."""
     reference: tuple[Row, ...]
-    """A row per criterion: the columns of `REPLAYED` that are known before the replay."""
+    """A row per criterion: the columns of `REPLAYED_SCHEMA` that are known before the replay."""
 
 
 def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str]) -> list[ArchivedCall]:
@@ -145,7 +145,7 @@ def first_prompt(calls: Sequence[Row]) -> str:
 
 
 async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
-    """Send every archived prompt to ``complete``, concurrently; one row per criterion (`REPLAYED`).
+    """Send every archived prompt to ``complete``, concurrently; one row per criterion (`REPLAYED_SCHEMA`).
 
     Raises:
         JudgeUnavailable: the judge answers no call at all.
@@ -164,7 +164,7 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
         for call, (answers, dollars, error) in zip(calls, answered, strict=True)
         for row, (verdict, steps) in zip(call.reference, answers or [_UNANSWERED] * len(call.reference), strict=True)
     ]
-    return pa.Table.from_pylist(rows, schema=REPLAYED)
+    return pa.Table.from_pylist(rows, schema=REPLAYED_SCHEMA)
 
 
 @collect_table(
@@ -248,7 +248,7 @@ async def _ask(complete: Completer, call: ArchivedCall) -> tuple[list[_Answer] |
 
 def _counts(rows: Sequence[Row]) -> IntArray:
     """The `contingency` of the reference and the other judge."""
-    other = [UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]
+    other = [UNANSWERED_RATING if row["verdict"] is None else row["verdict"] for row in rows]
     return contingency(np.array([row["reference"] for row in rows]), np.array(other))
 
 

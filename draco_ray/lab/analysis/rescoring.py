@@ -22,8 +22,8 @@ from draco_ray.runs.rows import Row, step_trajectories
 
 REPLAYS = "replay"
 """Folder in a run to which `draco replay` writes its tables, with one subfolder per judge."""
-TABLE = "rescored"
-RESCORED = table_schema(
+RESCORED_TABLE = "rescored"
+RESCORED_SCHEMA = table_schema(
     "string: run judge",
     "int64: training_step",
     "string: task_id",
@@ -33,14 +33,14 @@ RESCORED = table_schema(
     "float64: dollars",
     "string: error",
 )
-RUN = "the run"
+SCORED_BY_RUN = "the run"
 """Value of ``scored_by`` for the verdicts that the run was trained on."""
 
 
 async def rescore(
     run: RunDirectory, steps: Sequence[int] | None, rubric: Sequence[Criterion], judge: Judge, name: str
 ) -> pa.Table:
-    """Score every recorded rollout of those steps against ``rubric``; one row per criterion (`RESCORED`).
+    """Score every recorded rollout of those steps against ``rubric``; one row per criterion (`RESCORED_SCHEMA`).
 
     Args:
         run: the run with the rollouts.
@@ -73,13 +73,13 @@ async def rescore(
                 }
                 for index, criterion in enumerate(rubric)
             ]
-    return pa.Table.from_pylist(rows, schema=RESCORED)
+    return pa.Table.from_pylist(rows, schema=RESCORED_SCHEMA)
 
 
 def rescored(run: RunDirectory) -> pa.Table:
     """Verdicts of every judge that `draco replay --static-rubric` wrote into the run."""
-    files = sorted((run.path / REPLAYS).glob(f"*/{TABLE}.parquet"))
-    return pa.concat_tables([RESCORED.empty_table(), *(read_parquet(file, RESCORED) for file in files)])
+    files = sorted((run.path / REPLAYS).glob(f"*/{RESCORED_TABLE}.parquet"))
+    return pa.concat_tables([RESCORED_SCHEMA.empty_table(), *(read_parquet(file, RESCORED_SCHEMA) for file in files)])
 
 
 @collect_table("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
@@ -88,7 +88,7 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[R
 
     Args:
         run: the run.
-        again: `RESCORED` verdicts to use; None reads those in the run.
+        again: `RESCORED_SCHEMA` verdicts to use; None reads those in the run.
 
     Returns: for each rubric a row over all steps (null ``training_step``), then a row per step. If some steps were
         rescored, the run's own verdicts are of these steps only.
@@ -98,7 +98,7 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[R
     columns = ["training_step", "task_id", "rollout", "verdict"]
     own = run.table("verdicts", columns=columns).to_pylist()
     own = [row for row in own if not chosen or row["training_step"] in chosen]
-    found = {(rubric_kind(run), RUN): own} if own else {}
+    found = {(rubric_kind(run), SCORED_BY_RUN): own} if own else {}
     answered = [row for row in again.select([*columns, "judge"]).to_pylist() if row["verdict"] is not None]
     found |= {("static", judge): rows for judge, rows in grouped(answered, "judge").items()}
     for (rubric, scored_by), rows in found.items():

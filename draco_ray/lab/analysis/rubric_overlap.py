@@ -38,9 +38,9 @@ from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
 
-PHASES = (Stage1.name, Stage2.name, Union.name)
+CRITERIA_PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
-CEILING = "ceiling"
+CEILING_JUDGE = "ceiling"
 """Value of the column ``judge`` in rows that compare the run's own judge with itself."""
 
 _SIDES = ("reference_", "")
@@ -49,7 +49,7 @@ _PAIRED_OF = {"recall": "reference_titles", "precision": "titles"}
 """Measure -> the column with the criteria in its denominator."""
 _SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
-COMPARISONS = table_schema(
+COMPARISONS_SCHEMA = table_schema(
     "string: run judge phase",
     "int64: training_step",
     "string: task_id",
@@ -131,7 +131,7 @@ async def compare_writing(
         config: configuration of the run's own judge, for its limits on the number of criteria.
         third: the model that pairs and scores (`draco_ray.lab.analysis.pairing.make_pairing_judge`).
 
-    Returns: a row per comparison (`COMPARISONS`), including comparisons of the run's own judge with itself.
+    Returns: a row per comparison (`COMPARISONS_SCHEMA`), including comparisons of the run's own judge with itself.
     Raises:
         JudgeUnavailable: the other judge or the third model answers no call at all.
     """
@@ -156,11 +156,11 @@ async def compare_writing(
         return row
 
     async def ceiling(call: WritingCall, against: str, other: Rubric) -> Row:
-        return await _paired(call, other, third) | {"judge": CEILING, "against": against}
+        return await _paired(call, other, third) | {"judge": CEILING_JUDGE, "against": against}
 
     found = [*map(asked, calls), *(ceiling(*each) for each in _ceilings(run, calls, config))]
     rows = [{"run": run.path.name, **row} for row in await asyncio.gather(*found)]
-    return pa.Table.from_pylist(rows, schema=COMPARISONS)
+    return pa.Table.from_pylist(rows, schema=COMPARISONS_SCHEMA)
 
 
 @collect_table(
@@ -223,7 +223,7 @@ def _ceilings(
 
 
 async def _paired(call: WritingCall, other: Rubric, third: Judge) -> Row:
-    """Let the third model pair a call's criteria with ``other``. Returns: a part of the row in `COMPARISONS`."""
+    """Let the third model pair a call's criteria with ``other``. Returns: a part of the row in `COMPARISONS_SCHEMA`."""
     pairing = await third.ask(Pairing(call.reference, other), CallContext(group="", task_id=call.task_id))
     pairs = pairing.value or ()
     return {

@@ -1,8 +1,8 @@
 """An API model as policy: episodes are chat messages, and their lengths are the endpoint's token counts.
 
 Rate limits and a budget in dollars can be set. If the budget is spent, the evaluation stops, and the cost of unfinished
-rollouts is in no result. So the dollars spent are stored after every request (`BOOK`), and the same command continues
-from that sum when it is repeated.
+rollouts is in no result. So the dollars spent are stored after every request (`SPENT_FILE`), and the same command
+continues from that sum when it is repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from draco_ray.lab.files import write_atomically
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
-BOOK = "spent.json"
+SPENT_FILE = "spent.json"
 """File of the evaluation directory with the dollars spent."""
 _ATTEMPTS = 1_000
 """Upper bound on the attempts of a rollout, so that no two rollouts share a request number."""
@@ -173,4 +173,4 @@ def start_evaluation_limiter(
     """
     if config.limits == JudgeLimits():
         return None
-    return start_limiter(EvaluationLimiterActor, config, directory / BOOK, run_name)
+    return start_limiter(EvaluationLimiterActor, config, directory / SPENT_FILE, run_name)

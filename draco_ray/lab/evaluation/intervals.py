@@ -19,7 +19,7 @@ import numpy as np
 
 from draco_ray.algorithm.distributions import beta_quantile, student_cdf, student_quantile
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 _ROUNDING = 1e-12
 
 
@@ -207,7 +207,7 @@ def bounded_limits(
     else:
         effective = min(room / variance if variance > _ROUNDING**2 else math.inf, max(trials, clusters))
         effective = effective if math.isfinite(effective) else float(clusters)
-    tail = (1 - LEVEL) / 2
+    tail = (1 - CONFIDENCE_LEVEL) / 2
     student = student_quantile(clusters - 1 if degrees is None else degrees, 1 - tail)
     effective *= (NormalDist().inv_cdf(1 - tail) / student) ** 2 if room > _ROUNDING else 1.0
     events = share * effective
@@ -228,7 +228,7 @@ def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
 def _student(mean: float, variance: float, degrees: float) -> Interval:
     if variance <= _ROUNDING**2 or not math.isfinite(variance):
         return Interval(mean, -math.inf, math.inf)
-    half = student_quantile(degrees, (1 + LEVEL) / 2) * math.sqrt(variance)
+    half = student_quantile(degrees, (1 + CONFIDENCE_LEVEL) / 2) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -33,14 +33,14 @@ from draco_ray.lab.files import write_atomically
 from draco_ray.records import Evaluation, Trajectory, Usage
 from draco_ray.runs import rows
 from draco_ray.runs.directory import damaged, read_bytes, read_table, read_text
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import TABLE_SCHEMAS
 from draco_ray.runs.store import write_parquet
 
-MOST = 1e15
+MAX_AMOUNT = 1e15
 """Largest count, duration or cost that is accepted from a file."""
-Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Several = Annotated[int, Field(ge=1, le=MOST)]
+Amount = Annotated[float, Field(ge=0, le=MAX_AMOUNT, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, le=MAX_AMOUNT)]
+Several = Annotated[int, Field(ge=1, le=MAX_AMOUNT)]
 
 
 def _printable(text: str) -> str:
@@ -55,8 +55,8 @@ def _plausible(record: Any) -> Any:
     """Return the record if all its numbers are plausible. Raises ValueError otherwise."""
     for field in fields(record):
         number = getattr(record, field.name)
-        least = -MOST if field.name in ("reward", "run") else 0
-        if isinstance(number, int | float) and not least <= number <= MOST:
+        least = -MAX_AMOUNT if field.name in ("reward", "run") else 0
+        if isinstance(number, int | float) and not least <= number <= MAX_AMOUNT:
             raise ValueError(f"{field.name} is {number}")
     if isinstance(record, Evaluation) and record.passed_tests > record.total_tests:
         raise ValueError(f"passed_tests is {record.passed_tests}, more than total_tests={record.total_tests}")
@@ -332,7 +332,7 @@ class EvaluationDirectory:
         for table, to_rows in _ROWS.items():
             found = to_rows(trajectory.policy_version, trajectory)
             path = self.path / "tables" / table / measurement / f"{name}.parquet"
-            write_parquet(path, pa.Table.from_pylist(found, schema=TABLES[table]))
+            write_parquet(path, pa.Table.from_pylist(found, schema=TABLE_SCHEMAS[table]))
 
     def trajectories(self, measurement: str, table: str = "evaluation_steps") -> pa.Table:
         """``evaluation_steps`` or ``evaluation_trajectories`` of a measurement's played rollouts.
@@ -341,7 +341,7 @@ class EvaluationDirectory:
             DamagedRun: a table file cannot be read.
         """
         files = sorted((self.path / "tables" / table / measurement).glob("*.parquet"))
-        return pa.concat_tables([TABLES[table].empty_table(), *(read_table(file, table) for file in files)])
+        return pa.concat_tables([TABLE_SCHEMAS[table].empty_table(), *(read_table(file, table) for file in files)])
 
     def _file(self, measurement: str) -> Path:
         return self.path / "results" / f"{measurement}.jsonl"

@@ -15,7 +15,7 @@ from draco_ray.lab.planning.model_shape import DeltaShape, ExpertsShape, LayerSh
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-FLOAT32 = 4
+FLOAT32_BYTES = 4
 DELTA_CHUNK = 64
 """Tokens per chunk in the gated delta rule, both in transformers and in flash-linear-attention."""
 UPDATE_COPIES = 3
@@ -128,10 +128,10 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         MemoryItem(
             "base weights", base_bytes(config, shape), WEIGHT_KEYS if learner.gpus_per_worker > 0 else "model.path"
         ),
-        MemoryItem("adapter (float32)", adapter * FLOAT32, rank_key),
+        MemoryItem("adapter (float32)", adapter * FLOAT32_BYTES, rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
-        MemoryItem("optimizer", (2 * adapter + matrices) * FLOAT32, rank_key),
-        MemoryItem("gradients", adapter * FLOAT32, rank_key),
+        MemoryItem("optimizer", (2 * adapter + matrices) * FLOAT32_BYTES, rank_key),
+        MemoryItem("gradients", adapter * FLOAT32_BYTES, rank_key),
     )
     spread = repeat_key_heads(shape, learner.context_parallel)
     kept = [
@@ -146,7 +146,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     chunk = MemoryItem("log-prob chunk", chunk_size, "learner.logprob_chunk_tokens")
     # The output of each expert of a token, and its product with the expert's weight.
     routed = 0 if shape.experts is None else 2 * shape.experts.active * shape.hidden * width
-    gradients = part * ((shape.intermediate + shape.hidden) * FLOAT32 + routed)
+    gradients = part * ((shape.intermediate + shape.hidden) * FLOAT32_BYTES + routed)
     gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
     slope = MemoryItem("gradients of activations", gradients, LENGTH_KEYS)
     backward = [*layers, head, *gathered_layers, *recomputed, slope]
@@ -165,7 +165,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         resident=resident,
         forward=(*layers, head, *gathered_head, chunk),
         backward=tuple(backward),
-        update=(MemoryItem("copies of gradients", UPDATE_COPIES * adapter * FLOAT32, rank_key),),
+        update=(MemoryItem("copies of gradients", UPDATE_COPIES * adapter * FLOAT32_BYTES, rank_key),),
         tokens=tokens,
         part=part,
         host=(layer_inputs(config, shape, part), head_on_host) if learner.offload_activations else (),
@@ -297,7 +297,7 @@ def saved_activation_bytes(shape: ModelShape, layer: LayerShape, width: int, ran
     read = {linear.reads: linear.inputs for linear in linears}
     adapters = width * (sum(read.values()) + rank * len(linears))
     # Inputs of two norms, and their scales.
-    norms = 2 * (width * shape.hidden + FLOAT32)
+    norms = 2 * (width * shape.hidden + FLOAT32_BYTES)
     if shape.experts is None:
         mlp = shape.mlp_saved * width * shape.intermediate
     else:
@@ -315,7 +315,7 @@ def _experts_bytes(experts: ExpertsShape, width: int) -> int:
     # Gate and up projection and the gate's activation; output and routing weight, which are multiplied.
     routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
     # Indices from tokens to experts and back, in int64; the router's probabilities.
-    places = 4 * 8 * experts.active + FLOAT32 * experts.number
+    places = 4 * 8 * experts.active + FLOAT32_BYTES * experts.number
     # Two tensors of MLP size, as for a dense MLP, and the output and the gate that multiplies it.
     shared = width * (2 * experts.shared + experts.hidden + 1) if experts.shared else 0
     return routed + places + shared
@@ -336,8 +336,8 @@ def chunk_bytes(config: DracoConfig) -> int:
     type while both exist.
     """
     width = DTYPE_BYTES[config.model.dtype]
-    copy = width if config.learner.entropy_coefficient > 0 and width < FLOAT32 else 0
-    return 2 * FLOAT32 + copy
+    copy = width if config.learner.entropy_coefficient > 0 and width < FLOAT32_BYTES else 0
+    return 2 * FLOAT32_BYTES + copy
 
 
 def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> EngineMemory:
@@ -358,7 +358,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     batched = min(batched_tokens(config, gpu, length), engine.max_num_seqs * length)
     weights = shape.parameters * width // parallel
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
-    workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
+    workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32_BYTES)
     slots = f"adapter slots ({live_adapters(config.train.staleness)})"
     items = [
         MemoryItem("engine weights", weights, "engine.tensor_parallel" if on_gpu else "model.path"),
@@ -410,7 +410,7 @@ def recurrent_state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
     delta = shape.delta
     if delta is None:
         return 0
-    state = delta.values * delta.key_dim * FLOAT32 + delta.channels * (delta.kernel - 1) * width
+    state = delta.values * delta.key_dim * FLOAT32_BYTES + delta.channels * (delta.kernel - 1) * width
     return shape.count("linear_attention") * state // parallel
 
 
@@ -418,9 +418,9 @@ def _attention_bytes(shape: ModelShape, width: int) -> int:
     queries, keys = shape.queries, shape.keys
     # Queries and output, keys and values, and each head's softmax normaliser; also copies of output, keys and values,
     # concatenated over the segments of a row.
-    kept = width * (3 * queries + 4 * keys) + FLOAT32 * shape.heads
+    kept = width * (3 * queries + 4 * keys) + FLOAT32_BYTES * shape.heads
     if shape.query_norm:
-        kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
+        kept += width * (queries + keys) + FLOAT32_BYTES * (shape.heads + shape.kv_heads)
     if shape.gated:
         # The gate, the output that it multiplies, and the gate again: a part of the tensor that the query norm keeps.
         kept += 3 * width * queries
@@ -432,11 +432,11 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     # The convolution's output before and after its activation.
     convolution = 2 * width * delta.channels
     # Float32 buffers: four each of queries and keys, three of values, five products within a chunk, the chunk's state.
-    rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
+    rule = FLOAT32_BYTES * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
     # Casts make inputs contiguous. A float32 model has no casts, so four matrix products copy one input each.
-    rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
-    gates = (8 * FLOAT32 + width) * heads
-    gated_norm = (3 * FLOAT32 + width) * values
+    rule += 4 * FLOAT32_BYTES * keys if width == FLOAT32_BYTES else 0
+    gates = (8 * FLOAT32_BYTES + width) * heads
+    gated_norm = (3 * FLOAT32_BYTES + width) * values
     return convolution + rule + gates + gated_norm
 
 
@@ -446,9 +446,9 @@ def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
     # The input of the convolution.
     convolution = width * delta.channels
     # Normalised queries and keys with their scales, values, decays, and each chunk's triangular matrix.
-    rule = width * (2 * keys + values + DELTA_CHUNK * heads) + FLOAT32 * 3 * heads
-    gates = (FLOAT32 + width) * heads
-    gated_norm = (3 * FLOAT32 + width) * values
+    rule = width * (2 * keys + values + DELTA_CHUNK * heads) + FLOAT32_BYTES * 3 * heads
+    gates = (FLOAT32_BYTES + width) * heads
+    gated_norm = (3 * FLOAT32_BYTES + width) * values
     return convolution + rule + gates + gated_norm
 
 

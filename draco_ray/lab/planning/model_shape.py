@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from draco_ray.engine.model_config import (
     PUBLIC_CONFIGS,
-    TABLE,
+    SHAPES,
     build_meta_model,
     expert_family,
     linear_layers,
@@ -225,7 +225,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
                 f"model {path}: expected a directory (for the sandbox's model run `draco starter build`) or one of "
                 f"{', '.join(PUBLIC_CONFIGS)}; for another model give its config.json with --model-config FILE"
             )
-        return TypeAdapter(ModelShape).validate_python(TABLE[path]["shape"])
+        return TypeAdapter(ModelShape).validate_python(SHAPES[path]["shape"])
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -12,7 +12,7 @@ from draco_ray.config.schema import ConfigSection, DracoConfig
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import (
     DTYPE_BYTES,
-    FLOAT32,
+    FLOAT32_BYTES,
     GIB,
     EngineMemory,
     kv_bytes,
@@ -108,7 +108,7 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     generation = waves * given.sampled_share * length * decode + rollouts / config.engine.engines * prefill
     learner = learner_flops(config, shape, length=length, sampled_share=given.sampled_share)
     seconds = learner / (flops * given.learner_efficiency)
-    adapter = shape.adapter_parameters(config.learner.lora_target, config.learner.lora_rank) * FLOAT32
+    adapter = shape.adapter_parameters(config.learner.lora_target, config.learner.lora_rank) * FLOAT32_BYTES
     return StepTime(
         generation=generation,
         learning=rollouts * seconds / config.learner.workers,

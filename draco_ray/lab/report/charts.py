@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from draco_ray.lab.report.drawing import (
     GRID,
     MUTED,
-    OTHER,
+    OTHER_COLOR,
     Drawing,
     palette,
     shortened,
@@ -130,7 +130,7 @@ def stacked_bars(
     if not tallest:
         return _empty(drawing)
     low, high, ticks = _axis(0.0, whole or tallest)
-    color = [palette(index) if colors is None else colors.get(name, OTHER) for index, name in enumerate(parts)]
+    color = [palette(index) if colors is None else colors.get(name, OTHER_COLOR) for index, name in enumerate(parts)]
     frame = _Frame(drawing, 0, len(labels), low, high, _legend(drawing, list(parts), color))
     frame.y_axis(ticks, number)
     slot = (frame.right - frame.left) / len(labels)
@@ -234,7 +234,7 @@ def timeline(
         tall = (line - 4) / max(1, len(tracks))
         for start, end, track in placed:
             x, wide = left + start * scale, max((end - start) * scale, 0.8)
-            drawing.box(x, y + 2 + track * tall, wide, tall * 0.9, colors.get(name, OTHER))
+            drawing.box(x, y + 2 + track * tall, wide, tall * 0.9, colors.get(name, OTHER_COLOR))
     drawing.label((left + width - _RIGHT) / 2, floor + 21, "seconds")
     return drawing
 

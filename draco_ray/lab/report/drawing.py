@@ -17,7 +17,7 @@ ON_PAPER = {INK: "#22272e", MUTED: "#5f6b78", GRID: "#dfe3e8", PAPER: "#ffffff"}
 
 PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
 """Colours of series, in order; repeated if there are more series."""
-OTHER = "#9aa4af"
+OTHER_COLOR = "#9aa4af"
 """Colour of items without a colour of their own."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.analysis.rescoring import RUN
+from draco_ray.lab.analysis.rescoring import SCORED_BY_RUN
 from draco_ray.lab.analysis.rubrics import criteria_dropped_by_union, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
@@ -93,7 +93,7 @@ def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
     rescored = [
         row
         for row in tidy("rubric_rates", runs).to_pylist()
-        if row["scored_by"] != RUN and row["training_step"] is not None
+        if row["scored_by"] != SCORED_BY_RUN and row["training_step"] is not None
     ]
     series = by_run(tidy("pass_rates", runs).to_pylist(), "pass_rate")
     series += series_of(rescored, lambda row: f"{row['run']}: static rubric, by {row['scored_by']}", "pass_rate")

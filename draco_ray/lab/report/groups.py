@@ -22,7 +22,7 @@ from draco_ray.lab.analysis.pass_share import read_run_jsonl
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
-from draco_ray.traces.files import INDEX
+from draco_ray.traces.files import TRACES_FILE
 
 _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
@@ -36,7 +36,7 @@ _NUMBERS = [
 
 _SHARE = ("reward", "advantage", "inert", "fallback")
 _KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
-ROWS = ("trajectories", *_KEPT)
+GROUP_TABLES = ("trajectories", *_KEPT)
 """Tables from which a group's data is built."""
 
 
@@ -60,7 +60,8 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
     columns = [*_TRAJECTORY, *(_TOKENS if tokens else ())]
     text_of = _token_texts(run) if tokens else str
     traces = {
-        (line["task_id"], line["rollout"]): _picked(line, "trace_id", "source") for line in read_run_jsonl(run, INDEX)
+        (line["task_id"], line["rollout"]): _picked(line, "trace_id", "source")
+        for line in read_run_jsonl(run, TRACES_FILE)
     }
     for step in run.steps():
         rows = {
@@ -127,7 +128,7 @@ def group_content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tu
     Args:
         step: training step of the policy; None if it is not a checkpoint of the run.
         task: the group's task id.
-        rows: table (`ROWS`) -> the group's rows.
+        rows: table (`GROUP_TABLES`) -> the group's rows.
     Returns: the group's data, which `pack` compresses, and its summary for the list of groups.
     """
     lines = _Lines()

@@ -8,7 +8,7 @@ from urllib.parse import quote
 from draco_ray.lab.analysis.pass_share import read_run_jsonl
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
-from draco_ray.traces.files import INDEX
+from draco_ray.traces.files import TRACES_FILE
 
 
 def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
@@ -18,7 +18,7 @@ def judged_traces(run: RunDirectory) -> tuple[list[Row], list[Row]]:
     explanation of a failed criterion, preferably of one that cites steps. Criteria are sorted by failures, most first;
     their pass share is over the traces to which they apply.
     """
-    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in read_run_jsonl(run, INDEX)}
+    steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in read_run_jsonl(run, TRACES_FILE)}
     traces, said = [], defaultdict(list)
     for line in read_run_jsonl(run):
         task, rollout = line["task_id"], line["rollout"]

@@ -10,7 +10,7 @@ from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.analysis.replay import first_prompt
 from draco_ray.lab.evaluation.policies import parse_checkpoint_step
-from draco_ray.lab.report.groups import ROWS, PackedGroup, group_content, pack
+from draco_ray.lab.report.groups import GROUP_TABLES, PackedGroup, group_content, pack
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -133,7 +133,7 @@ def _groups(
         rows: table -> task -> rows.
     """
     for task in sorted(rows["trajectories"].keys() & {task for task, _ in outcomes}):
-        mine = {name: rows.get(name, {}).get(task, []) for name in ROWS}
+        mine = {name: rows.get(name, {}).get(task, []) for name in GROUP_TABLES}
         # If a rollout was repeated, its last attempt was judged.
         last = {row["rollout"]: row["attempt"] for row in sorted(mine["trajectories"], key=lambda row: row["attempt"])}
         mine["trajectories"] = [row for row in mine["trajectories"] if row["attempt"] == last[row["rollout"]]]

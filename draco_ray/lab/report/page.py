@@ -34,7 +34,7 @@ from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
-from draco_ray.traces.judging_run import SETTING
+from draco_ray.traces.judging_run import TRACES_SETTING
 
 ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
@@ -237,22 +237,22 @@ def _by_rubric(run: RunDirectory) -> bool:
 
 def _of_traces(run: RunDirectory) -> bool:
     """Whether the run consists of judged traces of another agent, without training."""
-    return bool(run.setting("setting") == SETTING)
+    return bool(run.setting("setting") == TRACES_SETTING)
 
 
 _SINGLE = [name for name, phase in PHASES.items() if not phase.merged]
 _COLORS = dict(zip(("rollout", *_SINGLE, "learning", "sync", "checkpoint"), PALETTE, strict=False))
 _ALIKE = {"proposals": "stage2", "verdicts": "score"}
-KINDS = {kind: _COLORS[_ALIKE.get(kind, kind)] for kind in ("rollout", *PHASES, "learning", "sync", "checkpoint")}
+KIND_COLORS = {kind: _COLORS[_ALIKE.get(kind, kind)] for kind in ("rollout", *PHASES, "learning", "sync", "checkpoint")}
 """Kind of work -> its colour on timelines."""
 STAGE_COLORS = {
-    "generation": KINDS["rollout"],
+    "generation": KIND_COLORS["rollout"],
     "generation and judging": "#7f7fd0",
-    "judging": KINDS["score"],
+    "judging": KIND_COLORS["score"],
     "learning beside others": "#a9bf6a",
-    "learning": KINDS["learning"],
-    "weight sync": KINDS["sync"],
-    "checkpoint": KINDS["checkpoint"],
+    "learning": KIND_COLORS["learning"],
+    "weight sync": KIND_COLORS["sync"],
+    "checkpoint": KIND_COLORS["checkpoint"],
 }
 
 
@@ -270,8 +270,8 @@ def step_timeline(run: RunDirectory, step: int) -> Drawing:
     lanes: dict[str, list[tuple[float, float]]] = {}
     for span in spans:
         lanes.setdefault(span["stage"], []).append((span["started_at"] - begin, span["ended_at"] - begin))
-    known = {stage: lanes.pop(stage) for stage in KINDS if stage in lanes}
-    return timeline(f"Step {step}: what ran when", known | lanes, colors=KINDS, width=PAGE_WIDTH)
+    known = {stage: lanes.pop(stage) for stage in KIND_COLORS if stage in lanes}
+    return timeline(f"Step {step}: what ran when", known | lanes, colors=KIND_COLORS, width=PAGE_WIDTH)
 
 
 def _facts(run: RunDirectory) -> list[tuple[str, str]]:

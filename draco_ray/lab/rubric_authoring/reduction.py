@@ -13,7 +13,7 @@ from draco_ray.judging.phases import Union
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion, Message
 
-PROMPT = Path("prompts/reduce_rubrics.txt")
+PROMPT_FILE = Path("prompts/reduce_rubrics.txt")
 _PLACEHOLDER = re.compile(r"\{\{ (tasks|candidate_rubrics|environment_facts) \}\}")
 
 
@@ -71,7 +71,7 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
     """The judge's prompt for a merge across tasks.
 
     Args:
-        template: the text of `PROMPT`.
+        template: the text of `PROMPT_FILE`.
         facts: facts about the environment.
     """
     prompts = [prompt for each in batch for prompt in each.prompts]
@@ -88,9 +88,9 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
 
 
 def reduction_template() -> str:
-    """The text of `PROMPT`.
+    """The text of `PROMPT_FILE`.
 
     Raises:
         ConfigError: it is missing.
     """
-    return project_file(PROMPT).read_text(encoding="utf-8")
+    return project_file(PROMPT_FILE).read_text(encoding="utf-8")

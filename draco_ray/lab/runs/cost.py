@@ -11,7 +11,7 @@ from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
-from draco_ray.runs.schema import TABLES
+from draco_ray.runs.schema import TABLE_SCHEMAS
 from draco_ray.terminal import console
 
 LEAST_DOLLARS = 0.00005
@@ -20,7 +20,7 @@ LEAST_DOLLARS = 0.00005
 
 def read_calls(run: RunDirectory) -> dict[int, list[Row]]:
     """Training step -> its archived judge calls, without the prompt and reply texts."""
-    columns = [name for name in TABLES["judge_calls"].names if name not in ("prompt", "reply")]
+    columns = [name for name in TABLE_SCHEMAS["judge_calls"].names if name not in ("prompt", "reply")]
     calls = (run.table(name, columns=columns).to_pylist() for name in ("judge_calls", "heldout_calls"))
     return dict(sorted(grouped(itertools.chain(*calls), "training_step").items()))
 

@@ -19,7 +19,7 @@ from draco_ray.runs.evaluations import (
     task_goal_completion,
 )
 from draco_ray.terminal import console
-from draco_ray.traces.judging_run import SETTING
+from draco_ray.traces.judging_run import TRACES_SETTING
 
 COLUMNS = {
     "step": "{:d}",
@@ -53,7 +53,7 @@ def show(directory: Path, *, checkpoints: Sequence[int] | None = None) -> None:
     run = RunDirectory.open(directory)
     setting, model, seed = (run.setting(key) for key in ("setting", "model.path", "seed"))
     metrics = run.metrics()
-    columns, traces = COLUMNS, setting == SETTING
+    columns, traces = COLUMNS, setting == TRACES_SETTING
     if traces:
         share = pass_share(read_run_jsonl(run))
         console.print(

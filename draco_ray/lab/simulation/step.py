@@ -15,7 +15,14 @@ from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
+from draco_ray.judging.limiter import (
+    BURST_REQUESTS,
+    BURST_SECONDS,
+    BURST_SHARE,
+    PACE_FACTOR,
+    WINDOW_SECONDS,
+    SlidingWindow,
+)
 from draco_ray.judging.phases import PHASES, phase_rank
 from draco_ray.lab.simulation.recorded import Group, Phase, ResourceCounts, Rollout
 
@@ -191,7 +198,7 @@ class Simulation:
         # Same windows as in `draco_ray.judging.limiter`, but here a request's tokens are known before it is sent.
         requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
         burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
-        self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
+        self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE_FACTOR)
 
     async def play(self, steps: Sequence[Sequence[Group]]) -> list[SimulatedStep]:
         """Simulate successive training steps, which overlap as far as `ResourceCounts.staleness` allows."""

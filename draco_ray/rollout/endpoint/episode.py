@@ -24,7 +24,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCall, after_reasoning
 from draco_ray.errors import ConfigError
-from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
+from draco_ray.records import PROGRAM_ROLE, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, number_tool_results
 from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, is_side_call, message_key
@@ -269,7 +269,9 @@ class Episode:
             said.append((turn.at, [*opening, self._record(turn, number, offset, step), *after]))
         turns = [turn for _, several in sorted(said, key=itemgetter(0)) for turn in several]
         if closing:
-            turns.append(Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM))
+            turns.append(
+                Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM_ROLE)
+            )
         usage = Usage(
             calls=len(own),
             input_tokens=sum(turn.start for turn in own),

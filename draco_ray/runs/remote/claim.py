@@ -25,9 +25,9 @@ from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.remote.manifest import manifest_names
 from draco_ray.runs.remote.store import ObjectStore
 
-FOLDER = "claims"
+CLAIMS_FOLDER = "claims"
 RENEW_SECONDS, LEASE_SECONDS = 20.0, 90.0
-TRIES = 5
+MAX_TRIES = 5
 _NAME = re.compile(r"(\d{6})-([0-9a-f]{16})\.json")
 
 
@@ -50,7 +50,7 @@ class Claim:
         """Renew the claim once."""
         self._renewals += 1
         owner = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "beats": self._renewals}
-        store.write(f"{FOLDER}/{self._name}", json.dumps(owner).encode())
+        store.write(f"{CLAIMS_FOLDER}/{self._name}", json.dumps(owner).encode())
 
     def others(self, store: ObjectStore) -> list[str]:
         """Names of all other claims."""
@@ -81,7 +81,7 @@ class Claim:
     def release(self, store: ObjectStore) -> None:
         """Release the claim."""
         self._released.set()
-        store.delete(f"{FOLDER}/{self._name}")
+        store.delete(f"{CLAIMS_FOLDER}/{self._name}")
 
 
 def claim_run(
@@ -93,13 +93,13 @@ def claim_run(
         ConfigError: another driver works on it.
         StoreError: the store cannot be used.
     """
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         dead = _dead_claims(store, lease, sleep)
         epochs = [_epoch(name) for name in (*dead, *manifest_names(store))]
         claim = Claim(store, max(epochs, default=0) + 1)
         if not set(claim.others(store)) - dead:
             for name in dead:
-                store.delete(f"{FOLDER}/{name}")
+                store.delete(f"{CLAIMS_FOLDER}/{name}")
             return claim
         claim.release(store)
         sleep(random.uniform(0.5, 2.0))
@@ -125,7 +125,7 @@ def _dead_claims(store: ObjectStore, lease: float, sleep: Callable[[float], obje
 
 
 def _names(store: ObjectStore) -> list[str]:
-    return [name for name in store.names(FOLDER) if _NAME.fullmatch(name)]
+    return [name for name in store.names(CLAIMS_FOLDER) if _NAME.fullmatch(name)]
 
 
 def _epoch(name: str) -> int:
@@ -135,7 +135,7 @@ def _epoch(name: str) -> int:
 def _read(store: ObjectStore, name: str) -> Mapping[str, Any] | None:
     """A claim; None if it is gone, empty if it cannot be read."""
     try:
-        found = json.loads(store.read(f"{FOLDER}/{name}"))
+        found = json.loads(store.read(f"{CLAIMS_FOLDER}/{name}"))
     except FileNotFoundError:
         return None
     except ValueError:

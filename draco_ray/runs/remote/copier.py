@@ -19,8 +19,8 @@ from draco_ray.errors import DamagedRun, StoreError
 from draco_ray.runs.checkpoints import file_digest
 from draco_ray.runs.remote.claim import Claim
 from draco_ray.runs.remote.manifest import (
-    FOLDER,
-    OBJECTS,
+    MANIFESTS_FOLDER,
+    OBJECTS_FOLDER,
     Entry,
     Manifest,
     Marker,
@@ -28,16 +28,16 @@ from draco_ray.runs.remote.manifest import (
     manifest_names,
     read_manifest,
 )
-from draco_ray.runs.remote.store import CHUNK, ObjectStore
+from draco_ray.runs.remote.store import CHUNK_BYTES, ObjectStore
 
-SMALL, PACK = 2**20, 32 * 2**20
-"""Sizes in bytes: files of up to SMALL bytes share objects of about PACK bytes."""
-KEPT = 2
+SMALL_BYTES, PACK_BYTES = 2**20, 32 * 2**20
+"""Sizes in bytes: files of up to `SMALL_BYTES` share objects of about `PACK_BYTES`."""
+MANIFESTS_KEPT = 2
 """Number of manifests kept in the store, so that a reader of one finds all its files while the next is written."""
 STAGING = ".staging"
 DATABASE = ".sqlite"
 BUSY_SECONDS = 60.0
-TRIES, PAUSE = 200, 0.05
+MAX_TRIES, PAUSE_SECONDS = 200, 0.05
 RESTORE_TRIES = 5
 
 Seen = tuple[int, int, int]
@@ -80,7 +80,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
     Raises:
         StoreError: files are replaced too fast, or a database cannot be read.
     """
-    for attempt in range(TRIES):
+    for attempt in range(MAX_TRIES):
         links = staging / str(attempt)
         links.mkdir()
         found = listing(folder)
@@ -100,7 +100,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
                     _backup(folder / path, link)
             return found, new
         shutil.rmtree(links)
-        time.sleep(PAUSE)
+        time.sleep(PAUSE_SECONDS)
     raise StoreError(f"{folder}: the files change faster than they can be copied")
 
 
@@ -178,20 +178,20 @@ class Copier:
         return changed
 
     def tidy(self, store: ObjectStore) -> None:
-        """Remove all manifests but the last `KEPT` complete ones, and the objects that the kept ones do not name."""
+        """Remove all but the last `MANIFESTS_KEPT` complete manifests, and the objects that the kept do not name."""
         self._claim.check(store)
         kept: dict[str, Manifest] = {}
         for name in manifest_names(store):
-            found = None if len(kept) == KEPT else self._read.get(name) or read_manifest(store, name)
+            found = None if len(kept) == MANIFESTS_KEPT else self._read.get(name) or read_manifest(store, name)
             if found is None:
-                store.delete(f"{FOLDER}/{name}")
+                store.delete(f"{MANIFESTS_FOLDER}/{name}")
             else:
                 kept[name] = found
         self._read = kept
         named = {each for manifest in kept.values() for each in manifest.objects}
-        for name in store.names(OBJECTS):
+        for name in store.names(OBJECTS_FOLDER):
             if name not in named:
-                store.delete(f"{OBJECTS}/{name}")
+                store.delete(f"{OBJECTS_FOLDER}/{name}")
 
     def _publish(self, store: ObjectStore, files: Mapping[str, Entry]) -> None:
         self._claim.check(store)
@@ -201,7 +201,7 @@ class Copier:
         # Write the marker first: after a kill, the next driver must know that this folder has the manifest's content.
         self._names.append(name)
         Marker(self._claim.url, tuple(self._names)).write(self._folder)
-        store.write(f"{FOLDER}/{name}", data)
+        store.write(f"{MANIFESTS_FOLDER}/{name}", data)
         self._latest, self._names = replace(manifest, name=name), [name]
         self._read[name] = self._latest
         self._stored = {entry.sha256: entry for entry in files.values()}
@@ -212,11 +212,11 @@ class Copier:
         found: dict[str, Entry] = {}
         small: dict[str, bytes] = {}
         for path, file in links.items():
-            if file.stat().st_size > SMALL:
+            if file.stat().st_size > SMALL_BYTES:
                 found[path] = self._send_large(store, file)
                 continue
             small[path] = file.read_bytes()
-            if sum(map(len, small.values())) >= PACK:
+            if sum(map(len, small.values())) >= PACK_BYTES:
                 found |= self._send_small(store, small)
                 small = {}
         return found | self._send_small(store, small)
@@ -227,7 +227,7 @@ class Copier:
         if new:
             pack = b"".join(new.values())
             name, offset = hashlib.sha256(pack).hexdigest(), 0
-            store.write(f"{OBJECTS}/{name}", pack)
+            store.write(f"{OBJECTS_FOLDER}/{name}", pack)
             for digest, data in new.items():
                 self._stored[digest] = Entry(len(data), digest, name, offset)
                 offset += len(data)
@@ -236,8 +236,8 @@ class Copier:
     def _send_large(self, store: ObjectStore, file: Path) -> Entry:
         digest, size = file_digest(file)
         if digest not in self._stored:
-            if store.upload(f"{OBJECTS}/{digest}", file) != digest:
-                store.delete(f"{OBJECTS}/{digest}")
+            if store.upload(f"{OBJECTS_FOLDER}/{digest}", file) != digest:
+                store.delete(f"{OBJECTS_FOLDER}/{digest}")
                 raise StoreError(f"{self._folder}: a file changed while it was copied; it will be copied again")
             self._stored[digest] = Entry(size, digest, digest)
         return self._stored[digest]
@@ -271,7 +271,9 @@ def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = la
         else:
             return manifest
     if missing is not None:
-        raise DamagedRun(f"{store.url}: an object of manifest {missing} is missing; restore the object in {OBJECTS}/")
+        raise DamagedRun(
+            f"{store.url}: an object of manifest {missing} is missing; restore the object in {OBJECTS_FOLDER}/"
+        )
     return None
 
 
@@ -284,7 +286,7 @@ def _restore(store: ObjectStore, manifest: Manifest, folder: Path, wanted: Calla
             by_object[entry.object].append((folder / path, entry))
     fetched = folder / ".object.part"
     for name, members in by_object.items():
-        store.fetch(f"{OBJECTS}/{name}", fetched)
+        store.fetch(f"{OBJECTS_FOLDER}/{name}", fetched)
         if file_digest(fetched)[0] != name:
             fetched.unlink()
             raise DamagedRun(f"{store.url}: object {name[:16]} differs from the manifest; restore the object")
@@ -309,7 +311,7 @@ def _extract(fetched: Path, file: Path, entry: Entry) -> None:
     with open(fetched, "rb") as source, open(temporary, "wb", opener=private_opener) as target:
         source.seek(entry.offset)
         left = entry.size
-        while left and (data := source.read(min(CHUNK, left))):
+        while left and (data := source.read(min(CHUNK_BYTES, left))):
             target.write(data)
             left -= len(data)
     os.replace(temporary, file)

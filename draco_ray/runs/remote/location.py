@@ -19,14 +19,14 @@ from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.claim import ClaimLost, claim_run
 from draco_ray.runs.remote.copier import Copier, restore
-from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_manifest
-from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
+from draco_ray.runs.remote.manifest import MARKER_FILE, Manifest, Marker, latest_manifest
+from draco_ray.runs.remote.store import URL_OPTIONS_PATTERN, ObjectStore, Say
 
 START_SECONDS, RUN_SECONDS, END_SECONDS, STOPPED_SECONDS = 120.0, 3600.0, 600.0, 60.0
 """Seconds for which a failing request is retried: before a run, during it, at its end, and after it was stopped."""
 INTERVAL_SECONDS = 15.0
-"""Minimum time between two copies; it is longer if a copy takes long (`SHARE`)."""
-SHARE = 0.2
+"""Minimum time between two copies; it is longer if a copy takes long (`MAX_COPY_SHARE`)."""
+MAX_COPY_SHARE = 0.2
 """Maximum share of the time that copying may take, so that a large database is not uploaded all the time."""
 
 
@@ -73,7 +73,7 @@ def parse_run_location(given: str | Path, local: Path | None = None, *, trust: b
     if not trust and not RunDirectory.open(folder).ours:
         raise ConfigError(
             f"{folder}: somebody else made this folder, and it would be copied to {marker.url}; to allow this add "
-            f"--trust, otherwise remove {folder / MARKER}"
+            f"--trust, otherwise remove {folder / MARKER_FILE}"
         )
     return RunLocation(folder, marker.url)
 
@@ -201,7 +201,7 @@ def _copying(copier: Copier, store: ObjectStore) -> Iterator[None]:
                 if str(error) != said and not stopped.is_set():
                     said = str(error)
                     store.say(said)
-            wait = max(INTERVAL_SECONDS, (time.monotonic() - began) * (1 / SHARE - 1))
+            wait = max(INTERVAL_SECONDS, (time.monotonic() - began) * (1 / MAX_COPY_SHARE - 1))
 
     thread = threading.Thread(target=copy, name="copy", daemon=True)
     thread.start()
@@ -269,7 +269,7 @@ def _folder(url: str, root: Path) -> Path:
 
 def _split(url: str) -> tuple[str, str]:
     """A URL without its options, and the options."""
-    found = re.search(OPTIONS, url, re.DOTALL)
+    found = re.search(URL_OPTIONS_PATTERN, url, re.DOTALL)
     return (url[: found.start()], url[found.start() :]) if found else (url, "")
 
 

@@ -16,8 +16,8 @@ from draco_ray.runs.directory import write_private
 from draco_ray.runs.remote.store import ObjectStore
 
 SCHEMA_VERSION = 1
-FOLDER, OBJECTS = "manifests", "objects"
-MARKER = ".store.json"
+MANIFESTS_FOLDER, OBJECTS_FOLDER = "manifests", "objects"
+MARKER_FILE = ".store.json"
 _NAME = re.compile(r"(\d{6})-(\d{8})-([0-9a-f]{32})\.json")
 
 
@@ -73,7 +73,7 @@ class Manifest:
 
 def manifest_names(store: ObjectStore) -> list[str]:
     """Names of the manifests, the latest first."""
-    return sorted((name for name in store.names(FOLDER) if _NAME.fullmatch(name)), reverse=True)
+    return sorted((name for name in store.names(MANIFESTS_FOLDER) if _NAME.fullmatch(name)), reverse=True)
 
 
 def latest_manifest(store: ObjectStore) -> Manifest | None:
@@ -91,7 +91,7 @@ def latest_manifest(store: ObjectStore) -> Manifest | None:
         if found is not None:
             return found
     if names:
-        raise DamagedRun(f"{store.url}: all {len(names)} manifests are damaged; restore one in {FOLDER}/")
+        raise DamagedRun(f"{store.url}: all {len(names)} manifests are damaged; restore one in {MANIFESTS_FOLDER}/")
     return None
 
 
@@ -102,7 +102,7 @@ def read_manifest(store: ObjectStore, name: str) -> Manifest | None:
         DamagedRun: its schema has another version, or it names a path outside a run.
         FileNotFoundError: it is gone.
     """
-    data = store.read(f"{FOLDER}/{name}")
+    data = store.read(f"{MANIFESTS_FOLDER}/{name}")
     if (match := _NAME.fullmatch(name)) is None or hashlib.sha256(data).hexdigest()[:32] != match[3]:
         return None
     try:
@@ -139,13 +139,13 @@ class Marker:
 
     def write(self, folder: Path) -> None:
         """Write the marker into a folder."""
-        write_private(folder / MARKER, json.dumps(asdict(self)))
+        write_private(folder / MARKER_FILE, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Marker | None:
         """A folder's marker; None if it has none."""
         try:
-            tree = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+            tree = json.loads((folder / MARKER_FILE).read_text(encoding="utf-8"))
             return cls(str(tree["url"]), tuple(tree["manifests"]))
         except (OSError, ValueError, KeyError, TypeError):
             return None

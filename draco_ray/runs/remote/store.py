@@ -19,7 +19,7 @@ from pyarrow import ArrowException, ArrowInvalid, fs
 from draco_ray.config.config_signature import private_opener
 from draco_ray.errors import ConfigError, StoreError, one_line
 
-CHUNK = 8 * 2**20
+CHUNK_BYTES = 8 * 2**20
 """Bytes read or written at a time."""
 ATTEMPTS = 3
 """The S3 client's own attempts per request; `ObjectStore` retries requests that still fail."""
@@ -27,9 +27,9 @@ GOOGLE = "retry_limit_seconds=10"
 """Option of Google's client, which by default retries for a quarter of an hour before it reports an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before the first retry, and the longest wait before a retry."""
-OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
+URL_OPTIONS_PATTERN = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
 """Options after a URL; any other question mark is part of a name."""
-REFUSED = re.compile(
+REFUSED_PATTERN = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|NO_SUCH_BUCKET"
     r"|AWS Error (?:INVALID_|MISSING_|SIGNATURE_DOES_NOT_MATCH|REQUEST_TIME_TOO_SKEWED)"
     r"|AWS Error UNKNOWN \(HTTP status (?:301|400|401|403)\)"
@@ -97,7 +97,7 @@ class ObjectStore:
                 self._files.open_input_stream(self._path(name)) as stream,
                 open(to, "wb", opener=private_opener) as file,
             ):
-                while data := stream.read(CHUNK):
+                while data := stream.read(CHUNK_BYTES):
                     file.write(data)
 
         self._retry(fetch)
@@ -136,7 +136,7 @@ class ObjectStore:
         if local:
             self._files.create_dir(os.path.dirname(path), recursive=True)
         with self._files.open_output_stream(f"{path}.part" if local else path) as stream:
-            while data := source.read(CHUNK):
+            while data := source.read(CHUNK_BYTES):
                 digest.update(data)
                 stream.write(data)
         if local:
@@ -170,7 +170,7 @@ class ObjectStore:
 
 def _file_system(url: str) -> tuple[fs.FileSystem, str]:
     """A file system of pyarrow, and the path in it."""
-    found = re.fullmatch(rf"([a-z0-9+.-]+)://([^/]*)(/.*?)?/*(?:{OPTIONS})?", url, re.DOTALL)
+    found = re.fullmatch(rf"([a-z0-9+.-]+)://([^/]*)(/.*?)?/*(?:{URL_OPTIONS_PATTERN})?", url, re.DOTALL)
     if found is None:
         raise ValueError("not a URL")
     scheme, host, path, options = found[1], found[2], found[3] or "", found[4]
@@ -193,4 +193,4 @@ def _file_system(url: str) -> tuple[fs.FileSystem, str]:
 
 def _is_refusal(error: BaseException) -> bool:
     """Whether a retry would get the same answer."""
-    return isinstance(error, ArrowInvalid) or REFUSED.search(str(error)) is not None
+    return isinstance(error, ArrowInvalid) or REFUSED_PATTERN.search(str(error)) is not None

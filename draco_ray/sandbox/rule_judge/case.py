@@ -11,7 +11,7 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.function_calls import calls_as_code
 from draco_ray.sandbox.rule_judge.demands import Action, read_demands
 from draco_ray.sandbox.rule_judge.reading import Run
-from draco_ray.sandbox.rule_judge.trace import EMPTY, ApiCall, Selection, Value, merge_values, trace_code
+from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, Selection, Value, merge_values, trace_code
 
 Steps = int | Iterable[int]
 
@@ -55,7 +55,7 @@ class Case:
     def answer(self) -> Value:
         """The answer of the last complete_task call."""
         arguments = self.completions[-1].arguments if self.completions else {}
-        return arguments.get("answer", arguments.get("#0", EMPTY))
+        return arguments.get("answer", arguments.get("#0", EMPTY_VALUE))
 
     @cached_property
     def result(self) -> Value:

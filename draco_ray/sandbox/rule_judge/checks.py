@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Case, Finding, makes_change, not_applicable
 from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit, NamedList
-from draco_ray.sandbox.rule_judge.trace import EMPTY, ApiCall, Selection
+from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, Selection
 
 _NARROWING = re.compile(r"(?!access_token|page_index|page_limit|sort_by|direction|#|\*)")
 _FULL_PAGE = 5
@@ -211,8 +211,8 @@ def judge_completion(case: Case) -> Finding:
         return case.failed("The task was given up although it can be done.", call.step)
     if case.demands.question and not case.answer.calls:
         because = "The task was closed without an answer that comes from the data."
-        return case.failed(because, (case.answer != EMPTY and blamed_steps(case)) or call.step)
-    if not case.demands.question and case.answer != EMPTY and case.answer.text not in {"None", ""}:
+        return case.failed(because, (case.answer != EMPTY_VALUE and blamed_steps(case)) or call.step)
+    if not case.demands.question and case.answer != EMPTY_VALUE and case.answer.text not in {"None", ""}:
         return case.failed("The task asks for a change, but it was closed with an answer.", call.step)
     if not case.demands.question and not any(change.step <= call.step for change in case.changes):
         return case.failed("The task was closed before anything was done.", blamed_steps(case) or call.step)

@@ -16,16 +16,16 @@ import yaml
 
 MAX_CHARACTERS = 2000
 """Longer tasks are truncated, because the patterns look far ahead."""
-DATA: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "rules.yaml").read_text("utf-8"))
+RULE_TABLES: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "rules.yaml").read_text("utf-8"))
 """The tables of ``rules.yaml``, which explains them."""
 
 
 def _compiled(words: str) -> re.Pattern[str]:
-    return re.compile(words.format(**DATA["parts"]), re.IGNORECASE)
+    return re.compile(words.format(**RULE_TABLES["parts"]), re.IGNORECASE)
 
 
-_PHRASES = {name: _compiled(words) for name, words in DATA["phrases"].items()}
-_COMPARISONS = [(operator, _compiled(words)) for words, operator in DATA["comparisons"].items()]
+_PHRASES = {name: _compiled(words) for name, words in RULE_TABLES["phrases"].items()}
+_COMPARISONS = [(operator, _compiled(words)) for words, operator in RULE_TABLES["comparisons"].items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,8 @@ class Action:
     setting: tuple[str, str] | None = None
 
 
-LISTS = tuple(NamedList(**row | {"words": _compiled(row["words"])}) for row in DATA["lists"])
-ACTIONS = tuple(Action(**row | {"words": _compiled(row["words"])}) for row in DATA["actions"])
+LISTS = tuple(NamedList(**row | {"words": _compiled(row["words"])}) for row in RULE_TABLES["lists"])
+ACTIONS = tuple(Action(**row | {"words": _compiled(row["words"])}) for row in RULE_TABLES["actions"])
 PAGED = frozenset(api for entry in LISTS if entry.paged for api in entry.apis)
 """APIs that return their list page by page."""
 DONE_LISTS = {"follow_artist": "show_following_artists", "like_song": "show_liked_songs"}

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Verdicts
-from draco_ray.judging.reply import ENTRIES, TAG
+from draco_ray.judging.reply import ENTRIES_KEY, TAG
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, format_reply, read_prompt
 
 Answer = Callable[[str], tuple[str | None, str]]
 """A prompt -> its phase (None: not a judge's prompt) and the reply."""
-ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
+ANSWER_FUNCTIONS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
 """Built-in rules by their name in ``judge.rule_judge.use``."""
 
 
@@ -48,7 +48,7 @@ class Noise(BaseModel):
             if read is None:
                 return phase, text
             said = json.loads(text)
-            return phase, format_reply(self._blurred(read, said[ENTRIES]), said.get(TAG, ""))
+            return phase, format_reply(self._blurred(read, said[ENTRIES_KEY]), said.get(TAG, ""))
 
         rates = (self.false_pass, self.false_fail, self.wrong_step, self.missed_criterion)
         return noisy if any(rates) else answer

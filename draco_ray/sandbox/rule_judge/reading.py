@@ -15,7 +15,7 @@ from typing import Any
 
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.render import unescape
-from draco_ray.judging.reply import ENTRIES, TAG
+from draco_ray.judging.reply import ENTRIES_KEY, TAG
 from draco_ray.rollout.code_block import extract_code
 
 _EVIDENCE = re.compile(r"^\[BEGIN EVIDENCE ([0-9a-f]{8})\]", re.MULTILINE)
@@ -100,7 +100,7 @@ def format_reply(entries: Sequence[Any], tag: str = "") -> str:
     """A judge's answer: one JSON object with the request's tag and the entries. Every reply of the rule judge is built
     here."""
     named = {TAG: tag} if tag else {}
-    return json.dumps({**named, ENTRIES: entries}, indent=1, ensure_ascii=False)
+    return json.dumps({**named, ENTRIES_KEY: entries}, indent=1, ensure_ascii=False)
 
 
 def extract_instruction(user_text: str) -> str:

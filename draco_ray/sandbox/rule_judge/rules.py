@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from draco_ray.sandbox.rule_judge import checks
 from draco_ray.sandbox.rule_judge.case import Case, Finding, case_of
-from draco_ray.sandbox.rule_judge.demands import DATA, PAGED, Demands, read_demands
+from draco_ray.sandbox.rule_judge.demands import PAGED, RULE_TABLES, Demands, read_demands
 from draco_ray.sandbox.rule_judge.reading import PromptCriterion, Run
 
 
@@ -61,7 +61,7 @@ _CHECKS: dict[str, tuple[Callable[[Case], Finding], Callable[[Demands], bool] | 
     "secrets": (checks.judge_secrets, None),
     "stop": (checks.judge_stop, None),
 }
-RULES = tuple(Rule(key, *_CHECKS[key], **criterion) for key, criterion in DATA["criteria"].items())
+RULES = tuple(Rule(key, *_CHECKS[key], **criterion) for key, criterion in RULE_TABLES["criteria"].items())
 """The rules, the one with the strongest signal first."""
 _BY_TITLE = {rule.title.casefold(): rule for rule in RULES}
 

@@ -52,12 +52,12 @@ class Value:
         return Value(self.calls | other.calls, self.tests | other.tests, from_task=from_task, secret=secret)
 
 
-EMPTY = Value()
+EMPTY_VALUE = Value()
 
 
 def merge_values(values: Iterable[Value]) -> Value:
     """A value that depends on all of these."""
-    return reduce(or_, values, EMPTY)
+    return reduce(or_, values, EMPTY_VALUE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,7 @@ class ApiCall:
 
     def text(self, argument: str) -> str | None:
         """The argument's value if the code has it as a literal."""
-        value = self.arguments.get(argument, EMPTY)
+        value = self.arguments.get(argument, EMPTY_VALUE)
         return None if value.from_task else value.text
 
     @property
@@ -117,7 +117,7 @@ class CodeTrace:
     tests: list[Selection] = field(default_factory=list)
     leaks: set[int] = field(default_factory=set)
     """Steps that print a password or an access token."""
-    last_data: tuple[int, Value] = (0, EMPTY)
+    last_data: tuple[int, Value] = (0, EMPTY_VALUE)
     """The step and value of the last assignment or print that depends on some app's data."""
     failed: dict[int, str] = field(default_factory=dict)
     """Step -> the error's last visible line."""
@@ -152,7 +152,7 @@ class _Tracer:
         self._env: dict[str, Value] = {}
         self._number = self._nodes = 0
         self._failing_line: int | None = None
-        self._control = EMPTY
+        self._control = EMPTY_VALUE
         """Conditions and loops around the current statement."""
         self._loops: list[bool] = []
         """For each loop around the current statement, whether it can run more than once."""
@@ -160,7 +160,7 @@ class _Tracer:
     def step(self, step: Step) -> None:
         """Read one step."""
         self._number, self._nodes, self._failing_line = step.number, 0, None
-        self._control, self._loops = EMPTY, []
+        self._control, self._loops = EMPTY_VALUE, []
         error = error_line(step.output)
         try:
             with warnings.catch_warnings():
@@ -174,7 +174,7 @@ class _Tracer:
             line = _LINE.search(step.output or "")
             self._failing_line = int(line[1]) if line else 0
         with suppress(RecursionError):
-            self._inside(body, EMPTY, [])
+            self._inside(body, EMPTY_VALUE, [])
 
     def _inside(self, body: Iterable[ast.stmt], control: Value, loops: list[bool]) -> None:
         """Read a block under a condition or in a loop."""
@@ -196,7 +196,7 @@ class _Tracer:
                 self._inside(body, items, [_repeats(body, iterator)])
             case ast.While(test=test, body=body):
                 self._value(test)
-                self._inside(body, EMPTY, [_repeats(body)])
+                self._inside(body, EMPTY_VALUE, [_repeats(body)])
             case ast.If(test=test, body=body, orelse=orelse):
                 self._inside([*body, *orelse], self._value(test), [])
             case _:
@@ -215,9 +215,9 @@ class _Tracer:
             return
         for name in _names(target):
             result = value if isinstance(target, ast.Name) else replace(value, text=None)
-            if self._control != EMPTY or isinstance(target, ast.Subscript | ast.Attribute):
+            if self._control != EMPTY_VALUE or isinstance(target, ast.Subscript | ast.Attribute):
                 # The old value may survive: under a condition, or if only a part is assigned.
-                result = result | self._env.get(name, EMPTY) | self._control
+                result = result | self._env.get(name, EMPTY_VALUE) | self._control
             self._env[name] = result
             self._note(result)
 
@@ -228,12 +228,12 @@ class _Tracer:
     def _value(self, node: ast.expr) -> Value:
         self._nodes += 1
         if self._nodes > _MAX_NODES:
-            return EMPTY
+            return EMPTY_VALUE
         match node:
             case ast.Constant(value=constant):
-                return Value(text=str(constant)) if constant not in (None, ...) else EMPTY
+                return Value(text=str(constant)) if constant not in (None, ...) else EMPTY_VALUE
             case ast.Name(id=name):
-                return self._env.get(name, EMPTY)
+                return self._env.get(name, EMPTY_VALUE)
             case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name(id="apis"), attr=app), attr=api)):
                 return self._api_call(app, api, node)
             case ast.Call(args=args):
@@ -266,7 +266,7 @@ class _Tracer:
         return merge_values(self._value(child) for child in children if isinstance(child, ast.expr))
 
     def _comprehension(self, generators: Sequence[ast.comprehension], elements: Sequence[ast.expr]) -> Value:
-        before, result = (self._control, self._loops), EMPTY
+        before, result = (self._control, self._loops), EMPTY_VALUE
         for generator in generators:
             items = self._value(generator.iter)
             self._env |= dict.fromkeys(_names(generator.target), replace(items, text=None))
@@ -295,7 +295,7 @@ class _Tracer:
             case ast.Name(id="len" | "bool" | "type"):
                 return replace(value, secret=False)
             case ast.Attribute(value=ast.Name(id=name), attr="append" | "add" | "extend" | "update"):
-                self._env[name] = self._env.get(name, EMPTY) | value | self._control
+                self._env[name] = self._env.get(name, EMPTY_VALUE) | value | self._control
                 self._note(self._env[name])
         return value
 
@@ -311,7 +311,7 @@ class _Tracer:
         call = ApiCall(self._number, app, api, arguments, subject, self._failed(node), page_varies)
         self.trace.calls.append(call)
         if call.failed:
-            return EMPTY
+            return EMPTY_VALUE
         return replace(subject, calls=subject.calls | {len(self.trace.calls) - 1}, secret=api in _SECRET_APIS)
 
     def _test(self, operator: str, left: ast.expr, right: ast.expr, node: ast.expr) -> Value:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.entry import AGENT, EARLIER, BadTrace, Entry, json_type_name
+from draco_ray.traces.entry import AGENT, EARLIER_AGENT, BadTrace, Entry, json_type_name
 from draco_ray.traces.formats import ReadOptions, Record, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, escape_surrogates, printable_id
@@ -237,7 +237,7 @@ def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
 
 
 def _earlier(entry: Entry) -> Entry:
-    return replace(entry, role=EARLIER) if entry.role == AGENT else entry
+    return replace(entry, role=EARLIER_AGENT) if entry.role == AGENT else entry
 
 
 def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:

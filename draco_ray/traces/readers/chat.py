@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, split_threads
-from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, text_of, truncated_json
+from draco_ray.traces.entry import AGENT, UNREADABLE_ERRORS, BadTrace, Entry, text_of, truncated_json
 from draco_ray.traces.formats import ReadOptions, build_trace, get_field, number, path_value, register_format
 from draco_ray.traces.messages import entries, is_message, reply_entries
 from draco_ray.traces.model import Trace, escape_surrogates
@@ -17,7 +17,7 @@ from draco_ray.traces.model_request import SYSTEM, TOOLS, first_path_value, is_m
 from draco_ray.traces.streams import reassemble_stream
 from draco_ray.traces.templates import parse_chat_template
 
-REPLIES = (
+REPLY_FIELDS = (
     "outputs",
     "response.content.text",
     "response",
@@ -33,13 +33,13 @@ REPLIES = (
     "steps",
 )
 """Fields that may contain the model's answer."""
-STOPS = (
+STOP_PATHS = (
     *("incomplete_details.reason", "choices.0.finish_reason", "candidates.0.finishReason", "stop_reason"),
     *("finish_reason", "done_reason"),
 )
 """Possible paths of the reason why an answer ended."""
 TRUNCATED = ("length", "max_tokens", "max_output_tokens")
-MESSAGES = {
+DIALECTS = {
     "anthropic": 'an object with "messages", whose content is a list of blocks (tool_use, ...), and perhaps "system"',
     "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
     "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
@@ -87,7 +87,7 @@ def _is_answer(record: Mapping[str, Any]) -> bool:
 
 def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:
     """The model's answer, reassembled if it was streamed; None if the history is the whole conversation."""
-    for path in REPLIES:
+    for path in REPLY_FIELDS:
         if path != history:
             value = path_value(record, path) or path_value(request, path)
             if path == "message" and not is_message(value):
@@ -163,7 +163,7 @@ def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         try:
             calls.append(_call(each))
             logged.append((where, each))
-        except UNREADABLE as problem:
+        except UNREADABLE_ERRORS as problem:
             reading.unreadable(where, problem)
     # Files with one call each have no order: sort them by name or by length, whichever joins more calls.
     orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
@@ -174,7 +174,7 @@ def read(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         where = logged[own[0]][0]
         try:
             yield _trace(logged[own[-1]][1], thread.entries, replace(reading, where=where))
-        except UNREADABLE as problem:
+        except UNREADABLE_ERRORS as problem:
             reading.unreadable(where, problem)
 
 
@@ -198,7 +198,7 @@ def _answered(records: Sequence[Any], wheres: Sequence[str]) -> list[tuple[str, 
 
 def _trace(record: Any, said: Sequence[Entry], reading: ReadOptions) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
-    stopped = str(first_path_value((known.reply, record), STOPS)).casefold() in TRUNCATED
+    stopped = str(first_path_value((known.reply, record), STOP_PATHS)).casefold() in TRUNCATED
     trace = build_trace(
         said,
         record,
@@ -263,5 +263,5 @@ def _call(record: Any) -> ModelCall:
     )
 
 
-for _name, _shape in MESSAGES.items():
+for _name, _shape in DIALECTS.items():
     register_format(_name, _shape, is_dialect(_name), session=session)(read)

@@ -41,7 +41,7 @@ from operator import itemgetter
 import numpy as np
 
 from draco_ray.lab.analysis.agreement import (
-    UNANSWERED,
+    UNANSWERED_RATING,
     agreement,
     agreement_intervals,
     auroc,
@@ -49,17 +49,17 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
-from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
+from draco_ray.lab.analysis.attribution.rubric import UNKNOWN_VERDICT, failed
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.lab.rows import collect_table, group_by
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
 
-RULES = ("chance", "last_step", "first_failed")
+BASELINES = ("chance", "last_step", "first_failed")
 """Baselines that choose a step without a judge."""
 Observation = tuple[float, ...]
-"""The judge's value and the value of each of `RULES`; NaN if a rule has none."""
+"""The judge's value and the value of each of `BASELINES`; NaN if a rule has none."""
 _NONE = float("nan")
 
 
@@ -67,7 +67,7 @@ _NONE = float("nan")
     "string: judge scope measure",
     "int64: observations",
     "float64: value low high",
-    f"float64: {' '.join(RULES)}",
+    f"float64: {' '.join(BASELINES)}",
 )
 def measures(judged: Sequence[JudgedRollout], judge: str) -> list[Row]:
     """Every measure over all rollouts, then by kind of fault, with 95 % intervals over tasks."""
@@ -145,9 +145,9 @@ def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rollout in judged:
         for index, fault in enumerate(rollout.planted.rubric):
-            if about not in (None, fault) or rollout.truth_K[index] == UNKNOWN:
+            if about not in (None, fault) or rollout.truth_K[index] == UNKNOWN_VERDICT:
                 continue
-            said = UNANSWERED
+            said = UNANSWERED_RATING
             if rollout.verdict_K is not None:
                 said = -1 if rollout.verdict_K[index] == Verdict.FAIL else 1
             found[rollout.planted.task_id].append((int(rollout.truth_K[index]), said))
@@ -202,4 +202,4 @@ def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Obser
     observed = np.array([found for _, found in observations])
     about: Row = {"scope": scope, "measure": measure, "observations": len(observed)}
     about |= {"value": interval.mean, "low": interval.low, "high": interval.high}
-    return [about | dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))]
+    return [about | dict(zip(BASELINES, observed[:, 1:].mean(axis=0).tolist(), strict=True))]

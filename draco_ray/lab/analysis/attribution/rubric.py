@@ -11,7 +11,7 @@ from draco_ray.records import Criterion, IntArray
 from draco_ray.sandbox.world.scripts import Family, Fault
 
 COMPLETION = "complete_task("
-UNKNOWN = 0
+UNKNOWN_VERDICT = 0
 """A verdict that is not known: the planted fault may or may not violate the criterion."""
 
 _CRITERIA = {
@@ -86,7 +86,7 @@ def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
 def known_verdicts(
     faults: Sequence[Fault], planted: Fault | None, cells: Sequence[str], outputs: Sequence[str]
 ) -> IntArray:
-    """The right verdicts on a rollout: -1 violated, +1 not violated (or not applicable), `UNKNOWN`.
+    """The right verdicts on a rollout: -1 violated, +1 not violated (or not applicable), `UNKNOWN_VERDICT`.
 
     The criterion of the planted fault is violated. Some others are read from the outputs, since a fault has
     consequences: a wrong list may lack a field, so the cell that reads it raises and the answer is missing. If the last
@@ -118,7 +118,7 @@ def known_verdicts(
         if about is planted or seen.get(about, False):
             truth_K[index] = -1
         elif about in left_open:
-            truth_K[index] = UNKNOWN
+            truth_K[index] = UNKNOWN_VERDICT
     return truth_K
 
 

@@ -37,7 +37,7 @@ NO_BOOLEAN = BeforeValidator(lambda value: str(value) if isinstance(value, bool)
 """Refuses a boolean as a label. Otherwise false would be read as 0, a neutral label, and true as 1."""
 Label = Annotated[Literal[-1, 0, 1], NO_BOOLEAN]
 StepLabels = Sequence[Label | None]
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 TOLERANCE = 0.02
 """How far a calibrated judge may fall below uniform GRPO in the bad steps' share of the push |a_j| n_j."""
 EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
@@ -45,7 +45,7 @@ EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
 EVERY_JUDGE = "all judges at once"
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
 """Baseline rows: people's labels under the paper's rule, no step credit, and all of the push on the last step."""
-VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
+LABEL_VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
     1: (Verdict.PASS,),
     -1: (Verdict.FAIL,),
     0: (Verdict.PASS, Verdict.FAIL),
@@ -229,7 +229,7 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float | None:
         return 0.0
     off_Q = np.bincount(index_N, weights=gain_N - gain)
     variance = float(off_Q @ off_Q) * many / (many - 1) / len(gain_N) ** 2
-    return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
+    return max(0.0, 1.0 - variance * student_quantile(many - 1, CONFIDENCE_LEVEL) ** 2 / gain**2)
 
 
 class Cited(NamedTuple):
@@ -324,7 +324,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
                 "uniform": uniform_S.mean(),
                 "draco": (uniform_S + gain_S).mean(),
                 "calibrated": calibrated_S.mean(),
-                "low": np.quantile(calibrated_S, 1 - LEVEL),
+                "low": np.quantile(calibrated_S, 1 - CONFIDENCE_LEVEL),
                 "shrunk": 1 - trusted_S.mean(),
                 "within_tolerance": good_S.mean(),
             }
@@ -342,7 +342,7 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
     """The share of each trajectory's push that falls on its bad steps, under the paper's rule."""
     found = []
     for given, each in zip(labels, chosen, strict=True):
-        cited = [(step, verdict) for step, label in enumerate(given, 1) for verdict in VERDICTS[label]]
+        cited = [(step, verdict) for step, label in enumerate(given, 1) for verdict in LABEL_VERDICTS[label]]
         attributions = [
             Attribution(criterion=criterion, verdict=verdict, steps=(step,))
             for criterion, (step, verdict) in enumerate(cited)
