@@ -68,24 +68,31 @@ class Limit:
     words: str
 
 
-@dataclass(frozen=True, slots=True)
 class Demands:
-    """What a task asks for."""
+    """What a task asks for, as its instruction says; at most the first `MAX_CHARACTERS` are read."""
 
-    text: str
-    question: bool
-    """Whether an answer is wanted."""
-    lists: tuple[NamedList, ...]
-    direction: str | None
-    """``received`` or ``sent``, for lists that have both sides."""
-    limits: tuple[Limit, ...]
-    names: tuple[str, ...]
-    """Texts that select something that exists: a playlist's title, a tag, a relationship."""
-    excludes_done: bool
-    """Whether items on which the action was already done must be left out."""
-    extreme: str | None
-    """``max`` or ``min`` if the task asks for the item with the largest or smallest value; else None."""
-    actions: tuple[Action, ...]
+    def __init__(self, text: str) -> None:
+        self.text = text[:MAX_CHARACTERS]
+        plain = _PHRASES["quoted"].sub('""', self.text)
+        said = {name: phrase.search(plain) for name, phrase in _PHRASES.items()}
+        actions = tuple(action for action in ACTIONS if action.words.search(plain))
+        # "I need the tasks completed" matches the pattern of questions, too, but asks for a change.
+        self.question = bool(said["question"]) and (not actions or "?" in plain or bool(said["asks"]))
+        """Whether an answer is wanted."""
+        self.actions = () if self.question else actions
+        self.lists = _lists(plain)
+        self.direction = "received" if said["received"] else "sent" if said["sent"] else None
+        """``received`` or ``sent``, for lists that have both sides."""
+        self.limits = _limits(plain)
+        quoted = _PHRASES["quoted"].finditer(self.text)
+        self.names = tuple(match[1] for match in quoted if _selects(self.text[: match.start()]))
+        """Texts that select something that exists: a playlist's title, a tag, a relationship."""
+        if relation := said["relation"]:
+            self.names += ((relation[1] or relation[2]).lower(),)
+        self.excludes_done = said["excludes_done"] is not None
+        """Whether items on which the action was already done must be left out."""
+        self.extreme = "max" if said["max"] else "min" if said["min"] else None
+        """``max`` or ``min`` if the task asks for the item with the largest or smallest value; else None."""
 
     @property
     def conditions(self) -> list[str]:
@@ -99,29 +106,8 @@ class Demands:
         return text.strip().lower() in self.text.lower()
 
 
-@lru_cache(maxsize=512)
-def read_demands(text: str) -> Demands:
-    """Read a task's instruction, at most its first `MAX_CHARACTERS`."""
-    text = text[:MAX_CHARACTERS]
-    plain = _PHRASES["quoted"].sub('""', text)
-    said = {name: phrase.search(plain) for name, phrase in _PHRASES.items()}
-    names = [match[1] for match in _PHRASES["quoted"].finditer(text) if _selects(text[: match.start()])]
-    if relation := said["relation"]:
-        names.append((relation[1] or relation[2]).lower())
-    actions = tuple(action for action in ACTIONS if action.words.search(plain))
-    # "I need the tasks completed" matches the pattern of questions, too, but asks for a change.
-    question = bool(said["question"]) and (not actions or "?" in plain or bool(said["asks"]))
-    return Demands(
-        text=text,
-        question=question,
-        lists=_lists(plain),
-        direction="received" if said["received"] else "sent" if said["sent"] else None,
-        limits=_limits(plain),
-        names=tuple(names),
-        excludes_done=said["excludes_done"] is not None,
-        extreme="max" if said["max"] else "min" if said["min"] else None,
-        actions=() if question else actions,
-    )
+read_demands = lru_cache(maxsize=512)(Demands)
+"""The demands of a task's instruction."""
 
 
 def _selects(before: str) -> bool:
