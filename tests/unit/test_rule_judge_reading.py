@@ -17,7 +17,7 @@ from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, extract_instruction, read_prompt
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, Steps, rule_judge
-from draco_ray.sandbox.rule_judge.trace import trace_code
+from draco_ray.sandbox.rule_judge.trace import CodeTrace
 from draco_ray.sandbox.world.scripts import families
 from tests.support.rule_judge_runs import instruction as task_of
 from tests.support.rule_judge_runs import run_of
@@ -217,7 +217,7 @@ def test_a_task_of_unknown_words_demands_little() -> None:
 
 def sources(*codes: str, output: str = "Execution successful.", task: str = "") -> tuple[set[str], set[str]]:
     """What the last value computed from data depends on: API names and selecting operations."""
-    found = trace_code(run_of(*((code, output) for code in codes)).steps, task)
+    found = CodeTrace(run_of(*((code, output) for code in codes)).steps, task)
     value = found.last_data[1]
     return {found.calls[index].api for index in value.calls}, {found.tests[index].source for index in value.tests}
 
@@ -258,24 +258,24 @@ def test_parameters_are_read_from_the_task_as_the_code_reads_them() -> None:
         'task = apis.supervisor.show_active_task()["instruction"]\n'
         r"apis.a.pay(date=re.findall(r'\d{4}-\d\d-\d\d', task)[0], limit=int(re.findall(r'\$(\d+)', task)[0]))"
     )
-    (call,) = trace_code(run_of((code, "")).steps, 'Pay "Rent" of $45 on 2023-05-01.').calls
+    (call,) = CodeTrace(run_of((code, "")).steps, 'Pay "Rent" of $45 on 2023-05-01.').calls
     assert [call.arguments[name].text for name in ("date", "limit")] == ["2023-05-01", "45"]
 
 
 def test_a_pattern_that_takes_exponential_time_is_not_run() -> None:
     code = 'task = apis.supervisor.show_active_task()["instruction"]\napis.a.f(x=re.findall("(a+)+$", task)[0])'
-    (call,) = trace_code(run_of((code, "")).steps, "a" * 60 + "!").calls
+    (call,) = CodeTrace(run_of((code, "")).steps, "a" * 60 + "!").calls
     assert call.arguments["x"].text is None
 
 
 def test_only_what_ran_before_an_error_counts() -> None:
     code = "answer = apis.a.show_songs()\nother = apis.a.show_liked()\nlast = 3"
     output = 'Execution failed. Traceback:\n  File "<python-input>", line 2, in <module>\nException: 401'
-    assert [call.failed for call in trace_code(run_of((code, output)).steps, "").calls] == [False, True]
+    assert [call.failed for call in CodeTrace(run_of((code, output)).steps, "").calls] == [False, True]
     assert sources(code, output=output)[0] == {"show_songs"}
 
 
 def test_pages_are_recognised_by_what_varies() -> None:
     loop = "i = 0\nwhile True:\n    p = apis.a.show_songs(page_index={})\n    if not p: break\n    i += 1"
-    assert trace_code(run_of((loop.format("i"), "")).steps, "").calls[0].page_varies
-    assert not trace_code(run_of((loop.format("0"), "")).steps, "").calls[0].page_varies
+    assert CodeTrace(run_of((loop.format("i"), "")).steps, "").calls[0].page_varies
+    assert not CodeTrace(run_of((loop.format("0"), "")).steps, "").calls[0].page_varies

@@ -11,7 +11,7 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.function_calls import calls_as_code
 from draco_ray.sandbox.rule_judge.demands import Action, read_demands
 from draco_ray.sandbox.rule_judge.reading import Run
-from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, Selection, Value, merge_values, trace_code
+from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, CodeTrace, Selection, Value, merge_values
 
 Steps = int | Iterable[int]
 
@@ -40,7 +40,7 @@ class Case:
         self.run = calls_as_code(run)
         self._messages = [step for step in run.steps if step.message]
         self.demands = read_demands(task)
-        self.trace = trace_code(self.run.steps, task)
+        self.trace = CodeTrace(self.run.steps, task)
         done = [call for call in self.trace.calls if not call.failed]
         self.changes = [call for call in done if call.changes]
         """Calls that changed something."""

@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
 
@@ -27,6 +27,8 @@ _FAILED = re.compile(
     r"^Execution failed\.|^Traceback \(most recent call last\)|^(?:\w+\.)*\w*(?:Error|Exception): ", re.MULTILINE
 )
 _LINE = re.compile(r'File "<[^>\n]{0,80}>", line (\d{1,9})\b')
+_SELECTING = frozenset({"endswith", "startswith", "difference", "intersection"})
+"""Methods that select."""
 _MAX_NODES = 4000
 _SYMBOLS: dict[type[ast.AST], str] = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "=="}
 _SYMBOLS |= {ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in", ast.Sub: "-", ast.BitAnd: "&"}
@@ -109,20 +111,6 @@ class Selection:
     """Source code of the operation."""
 
 
-@dataclass(slots=True)
-class CodeTrace:
-    """Calls, operations and values of a run."""
-
-    calls: list[ApiCall] = field(default_factory=list)
-    tests: list[Selection] = field(default_factory=list)
-    leaks: set[int] = field(default_factory=set)
-    """Steps that print a password or an access token."""
-    last_data: tuple[int, Value] = (0, EMPTY_VALUE)
-    """The step and value of the last assignment or print that depends on some app's data."""
-    failed: dict[int, str] = field(default_factory=dict)
-    """Step -> the error's last visible line."""
-
-
 def error_line(output: str | None) -> str | None:
     """The last visible line of an error in a step's output, or None.
 
@@ -137,40 +125,41 @@ def error_line(output: str | None) -> str | None:
     return (named or lines)[-1][:160]
 
 
-def trace_code(steps: Sequence[Step], task: str) -> CodeTrace:
-    """Trace the code of a run of this task; the outputs show which statements failed."""
-    tracer = _Tracer(task)
-    for step in steps:
-        tracer.step(step)
-    return tracer.trace
+class CodeTrace:
+    """Calls, operations and values of a run of a task; the outputs of its steps show which statements failed."""
 
-
-class _Tracer:
-    def __init__(self, task: str) -> None:
-        self.trace = CodeTrace()
+    def __init__(self, steps: Iterable[Step], task: str) -> None:
+        self.calls: list[ApiCall] = []
+        self.tests: list[Selection] = []
+        self.leaks: set[int] = set()
+        """Steps that print a password or an access token."""
+        self.last_data = (0, EMPTY_VALUE)
+        """The step and value of the last assignment or print that depends on some app's data."""
+        self.failed: dict[int, str] = {}
+        """Step -> the error's last visible line."""
         self._task = task
         self._env: dict[str, Value] = {}
-        self._number = self._nodes = 0
+        for step in steps:
+            self._step(step)
+
+    def _step(self, step: Step) -> None:
+        """Read one step."""
+        self._number, self._nodes = step.number, 0
         self._failing_line: int | None = None
         self._control = EMPTY_VALUE
         """Conditions and loops around the current statement."""
         self._loops: list[bool] = []
         """For each loop around the current statement, whether it can run more than once."""
-
-    def step(self, step: Step) -> None:
-        """Read one step."""
-        self._number, self._nodes, self._failing_line = step.number, 0, None
-        self._control, self._loops = EMPTY_VALUE, []
         error = error_line(step.output)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 body = ast.parse(step.code).body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-            self.trace.failed[step.number] = error or f"not valid Python: {str(problem)[:100]}"
+            self.failed[step.number] = error or f"not valid Python: {str(problem)[:100]}"
             return
         if error is not None:
-            self.trace.failed[step.number] = error
+            self.failed[step.number] = error
             line = _LINE.search(step.output or "")
             self._failing_line = int(line[1]) if line else 0
         with suppress(RecursionError):
@@ -222,8 +211,8 @@ class _Tracer:
             self._note(result)
 
     def _note(self, value: Value) -> None:
-        if any(self.trace.calls[index].about_data for index in value.calls):
-            self.trace.last_data = (self._number, value)
+        if any(self.calls[index].about_data for index in value.calls):
+            self.last_data = (self._number, value)
 
     def _value(self, node: ast.expr) -> Value:
         self._nodes += 1
@@ -236,8 +225,14 @@ class _Tracer:
                 return self._env.get(name, EMPTY_VALUE)
             case ast.Call(func=ast.Attribute(value=ast.Attribute(value=ast.Name(id="apis"), attr=app), attr=api)):
                 return self._api_call(app, api, node)
-            case ast.Call(args=args):
-                return self._call(node, args)
+            case ast.Call(func=ast.Name(id="int" | "float" | "str"), args=[argument]):
+                return self._value(argument)
+            case ast.Call(func=ast.Name(id="max" | "min" | "sorted" as extreme), args=[items, *_]):
+                return self._test(extreme, items, ast.Constant(None), node)
+            case ast.Call(func=ast.Attribute(value=left, attr=attr), args=[right, *_]) if attr in _SELECTING:
+                return self._test(attr, left, right, node)
+            case ast.Call():
+                return self._call(node)
             case ast.Subscript(
                 value=ast.Call(func=ast.Attribute(attr="findall"), args=[ast.Constant(value=str(pattern)), searched]),
                 slice=ast.Constant(value=0),
@@ -249,10 +244,8 @@ class _Tracer:
             case ast.Subscript(value=left, slice=ast.Name() as right) if self._value(right).from_task:
                 # Looking something up by a name from the task is a comparison like any other.
                 return self._test("==", left, right, node)
-            case ast.ListComp(elt=element) | ast.SetComp(elt=element) | ast.GeneratorExp(elt=element):
-                return self._comprehension(node.generators, [element])
-            case ast.DictComp(key=key, value=value):
-                return self._comprehension(node.generators, [key, value])
+            case ast.ListComp() | ast.SetComp() | ast.GeneratorExp() | ast.DictComp():
+                return self._comprehension(node)
             case ast.Compare(left=left, ops=[operator], comparators=[right]):
                 return self._test(_SYMBOLS.get(type(operator), "is"), left, right, node)
             case ast.BinOp(left=left, op=ast.Sub() | ast.BitAnd() as operator, right=right):
@@ -265,32 +258,23 @@ class _Tracer:
         children = [child.value if isinstance(child, ast.keyword) else child for child in ast.iter_child_nodes(node)]
         return merge_values(self._value(child) for child in children if isinstance(child, ast.expr))
 
-    def _comprehension(self, generators: Sequence[ast.comprehension], elements: Sequence[ast.expr]) -> Value:
+    def _comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> Value:
         before, result = (self._control, self._loops), EMPTY_VALUE
-        for generator in generators:
+        for generator in node.generators:
             items = self._value(generator.iter)
             self._env |= dict.fromkeys(_names(generator.target), replace(items, text=None))
             self._loops = [*self._loops, _repeats((), generator.iter)]
             result |= items | merge_values(map(self._value, generator.ifs))
         self._control |= replace(result, secret=False)
-        made = merge_values(map(self._value, elements))
+        made = self._children(node)
         self._control, self._loops = before
         return replace(result | made, secret=made.secret)
 
-    def _call(self, node: ast.Call, args: list[ast.expr]) -> Value:
-        match node.func:
-            case ast.Name(id="int" | "float" | "str") if len(args) == 1:
-                return self._value(args[0])
-            case ast.Name(id="max" | "min" | "sorted" as extreme) if args:
-                return self._test(extreme, args[0], ast.Constant(None), node)
-            case ast.Attribute(
-                value=left, attr="endswith" | "startswith" | "difference" | "intersection" as method
-            ) if args:
-                return self._test(method, left, args[0], node)
+    def _call(self, node: ast.Call) -> Value:
         value = self._children(node)
         match node.func:
             case ast.Name(id="print") if not self._failed(node):
-                self.trace.leaks |= {self._number} if value.secret else set()
+                self.leaks |= {self._number} if value.secret else set()
                 self._note(value)
             case ast.Name(id="len" | "bool" | "type"):
                 return replace(value, secret=False)
@@ -309,16 +293,16 @@ class _Tracer:
         page = next((keyword.value for keyword in node.keywords if keyword.arg == "page_index"), ast.Constant(0))
         page_varies = not isinstance(page, ast.Constant) and bool(self._loops) and all(self._loops)
         call = ApiCall(self._number, app, api, arguments, subject, self._failed(node), page_varies)
-        self.trace.calls.append(call)
+        self.calls.append(call)
         if call.failed:
             return EMPTY_VALUE
-        return replace(subject, calls=subject.calls | {len(self.trace.calls) - 1}, secret=api in _SECRET_APIS)
+        return replace(subject, calls=subject.calls | {len(self.calls) - 1}, secret=api in _SECRET_APIS)
 
     def _test(self, operator: str, left: ast.expr, right: ast.expr, node: ast.expr) -> Value:
         test = Selection(self._number, operator, self._value(left), self._value(right), ast.unparse(node))
-        self.trace.tests.append(test)
+        self.tests.append(test)
         value = test.left | test.right
-        return replace(value, tests=value.tests | {len(self.trace.tests) - 1}, secret=False)
+        return replace(value, tests=value.tests | {len(self.tests) - 1}, secret=False)
 
 
 def _names(target: ast.AST) -> list[str]:
