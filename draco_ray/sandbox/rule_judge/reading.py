@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -141,42 +141,32 @@ def _runs(text: str, code: str) -> list[Run]:
     Empty if the block shows something else, such as the task.
     """
     rollout = rf'^<rollout index="\d+" code="{code}">\n(.*?)\n</rollout code="{code}">$'
-    if found := re.findall(rollout, text, re.MULTILINE | re.DOTALL):
-        return [_conversation(each, code) for each in found]
-    if re.search(rf"^### [^\n]* \[{code}\]$", text, re.MULTILINE):
-        return [_summary(text, code)]
-    return [_conversation(text, code)] if _ended(text, code) else []
+    rollouts = re.findall(rollout, text, re.MULTILINE | re.DOTALL)
+    runs: list[Run] = []
+    for shown in rollouts or [text]:
+        played, ended, *_ = *re.split(rf"^\[END {code}\] (\w+)", shown, maxsplit=1, flags=re.MULTILINE), ""
+        summarized = re.search(rf"^### [^\n]* \[{code}\]$", played, re.MULTILINE)
+        if rollouts or summarized or ended:
+            steps = _summary(played, code) if summarized else _conversation(played, code)
+            runs.append(Run(steps=tuple(steps), ended=ended))
+    return runs
 
 
-def _ended(text: str, code: str) -> str:
-    found = re.search(rf"^\[END {code}\] (\w+)", text, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def _conversation(text: str, code: str) -> Run:
-    codes: dict[int, str] = {}
-    outputs: dict[int, str] = {}
-    messages: set[int] = set()
-    asked: dict[int, str] = {}
-    said = ""
-    for role, rest, body in _parts(rf"^\[([A-Z ]+) {code}\](.*)$", text):
-        if found := re.search(r"step (\d+)(, message)?\)$", rest):
-            number, text_of = int(found[1]), unescape(body.strip("\n"))
-            if role == "ENVIRONMENT":
-                outputs[number] = text_of
-            elif role == "ASSISTANT":
-                codes[number] = text_of.rpartition("</think>")[2].strip() if found[2] else _code(text_of)
-                messages |= {number} if found[2] else set()
-                asked[number], said = said, ""
-        elif role == "USER":
-            said += unescape(body)
-    steps = (
-        Step(
-            number=each, code=codes[each], output=outputs.get(each), message=each in messages, asked=asked[each].strip()
-        )
-        for each in sorted(codes)
-    )
-    return Run(steps=tuple(steps), ended=_ended(text, code))
+def _conversation(text: str, code: str) -> Iterator[Step]:
+    turns = [
+        (role, re.search(r"step (\d+)(, message)?\)$", rest), unescape(body))
+        for role, rest, body in _parts(rf"^\[([A-Z ]+) {code}\](.*)$", text)
+    ]
+    outputs = {found[1]: body.strip("\n") for role, found, body in turns if found and role == "ENVIRONMENT"}
+    asked = ""
+    for role, found, body in turns:
+        if role == "USER":
+            asked += body
+        elif found and role == "ASSISTANT":
+            message, output, told = found[2] is not None, outputs.get(found[1]), asked.strip()
+            action = body.rpartition("</think>")[2].strip() if message else _code(body.strip("\n"))
+            yield Step(number=int(found[1]), code=action, output=output, message=message, asked=told)
+            asked = ""
 
 
 def _code(turn: str) -> str:
@@ -189,21 +179,18 @@ def _code(turn: str) -> str:
     return turn if code is None else code
 
 
-def _summary(text: str, code: str) -> Run:
-    steps, asked, ended = [], "", _ended(text, code)
-    text = re.split(rf"^\[END {code}\]", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
+def _summary(text: str, code: str) -> Iterator[Step]:
+    asked = ""
     for title, number, body in _parts(rf"^### (?:(Step|USER)(?: (\d+))?|[A-Z][^\n]*) \[{code}\]$", text):
         if title == "USER":
             asked += unescape(body)
         elif title:
             parts = _parts(rf"^(Reasoning|Action|Message|Output) (\[{code}\]):$", body)
-            sections = {name: unescape(content.strip("\n")) for name, _, content in parts}
-            said = sections.get("Message")
-            action = sections.get("Action", "") if said is None else said
-            output = sections.get("Output")
-            told, asked = asked.strip(), ""
-            steps.append(Step(number=int(number), code=action, output=output, message=said is not None, asked=told))
-    return Run(steps=tuple(steps), ended=ended)
+            said = {name: unescape(content.strip("\n")) for name, _, content in parts}
+            message, output, told = "Message" in said, said.get("Output"), asked.strip()
+            action = said.get("Message", said.get("Action", ""))
+            yield Step(number=int(number), code=action, output=output, message=message, asked=told)
+            asked = ""
 
 
 def _rubrics(text: str) -> tuple[PromptCriterion, ...]:
