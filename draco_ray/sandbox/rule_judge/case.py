@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from draco_ray.records import Verdict
 from draco_ray.sandbox.function_calls import calls_as_code
 from draco_ray.sandbox.rule_judge.demands import Action, read_demands
-from draco_ray.sandbox.rule_judge.reading import Run
+from draco_ray.sandbox.rule_judge.reading import Run, Step
 from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, CodeTrace, Selection, Value, merge_values
 
 Steps = int | Iterable[int]
@@ -27,18 +27,13 @@ class Finding:
     """One sentence; for a fail also what should have been done."""
 
 
-@lru_cache(maxsize=64)
-def case_of(run: Run, task: str) -> Case:
-    """The case of a run, cached so that all rules share it."""
-    return Case(run, task)
-
-
 class Case:
     """A run and its task, with the facts derived from both that several rules use."""
 
     def __init__(self, run: Run, task: str) -> None:
         self.run = calls_as_code(run)
-        self._messages = [step for step in run.steps if step.message]
+        self._citable = self.run.steps or run.steps
+        """The steps that a finding may cite: the actions, or the messages of a run without actions."""
         self.demands = read_demands(task)
         self.trace = CodeTrace(self.run.steps, task)
         done = [call for call in self.trace.calls if not call.failed]
@@ -60,11 +55,8 @@ class Case:
     @cached_property
     def result(self) -> Value:
         """The run's result: its answer, else its changes, else the last value it assigned or printed."""
-        value = (
-            self.answer
-            if self.demands.question
-            else merge_values(each.subject for each in self.demanded or self.changes)
-        )
+        changed = merge_values(each.subject for each in self.demanded or self.changes)
+        value = self.answer if self.demands.question else changed
         return value if value.calls else self.trace.last_data[1]
 
     @property
@@ -82,10 +74,6 @@ class Case:
         """The selecting operations that the result depends on."""
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
-    def steps_of(self, *operators: str) -> set[int]:
-        """Step numbers of the `conditions` that have one of these operators."""
-        return {test.step for test in self.conditions if test.operator in operators}
-
     def omission(self, *words: str) -> tuple[int, ...]:
         """The step to blame for what is missing: the first failed step whose code has one of ``words``, else the first
         failed step, else the completion, else the last step."""
@@ -96,18 +84,30 @@ class Case:
 
     def passed(self, because: str, *steps: Steps) -> Finding:
         """A pass; without ``steps`` it cites the last step."""
-        return Finding(Verdict.PASS, self._citable(steps), because)
+        return Finding(Verdict.PASS, self._cited(steps), because)
 
     def failed(self, because: str, *steps: Steps) -> Finding:
         """A fail; without ``steps`` it cites the last step."""
-        return Finding(Verdict.FAIL, self._citable(steps), because)
+        return Finding(Verdict.FAIL, self._cited(steps), because)
 
-    def _citable(self, steps: Iterable[Steps]) -> tuple[int, ...]:
+    def _cited(self, steps: Iterable[Steps]) -> tuple[int, ...]:
         named = {number for each in steps for number in ([each] if isinstance(each, int) else each)}
-        numbers = [step.number for step in self.run.steps]
-        # A run without actions has only messages: cite the last one.
-        last = numbers[-1:] or [step.number for step in self._messages[-1:]]
-        return tuple(number for number in numbers if number in named) or tuple(last)
+        return named_or_last(self._citable, named)
+
+
+case_of = lru_cache(maxsize=64)(Case)
+"""The case of a run and its task, cached so that all rules share it."""
+
+
+def first_failure(findings: Iterable[Finding]) -> Finding | None:
+    """The first fail among the findings; None if there is none."""
+    return next((finding for finding in findings if finding.verdict is Verdict.FAIL), None)
+
+
+def named_or_last(steps: Sequence[Step], named: Container[int]) -> tuple[int, ...]:
+    """The numbers of the steps that are ``named``; if there are none, the number of the last step."""
+    numbers = [step.number for step in steps]
+    return tuple(number for number in numbers if number in named) or tuple(numbers[-1:])
 
 
 def not_applicable(because: str) -> Finding:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.case import Case, Finding, makes_change, not_applicable
+from draco_ray.sandbox.rule_judge.case import Case, Finding, first_failure, makes_change, not_applicable
 from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit, NamedList
 from draco_ray.sandbox.rule_judge.trace import EMPTY_VALUE, ApiCall, Selection
 
@@ -20,6 +20,10 @@ def _steps(found: Iterable[ApiCall | Selection]) -> set[int]:
     return {each.step for each in found}
 
 
+def _names(calls: Iterable[ApiCall]) -> str:
+    return ", ".join(sorted({call.name for call in calls}))
+
+
 # --- rules about the data that the result is computed from ---
 
 
@@ -27,36 +31,33 @@ def judge_source(case: Case) -> Finding:
     """Rule: the result comes from the lists that the task names."""
     if not case.demands.lists:
         return not_applicable("The task names no list that these rules know.")
-    right: list[ApiCall] = []
-    missing: list[NamedList] = []
-    for entry in case.demands.lists:
-        calls = [call for call in case.sources if call.app == entry.app and call.api in entry.apis]
-        calls = [call for call in calls if not _misread(case, entry, call)]
-        right += calls
-        missing += [] if calls else [entry]
+    reads = {entry.name: [call for call in case.sources if _reads(case, entry, call)] for entry in case.demands.lists}
+    right = [call for calls in reads.values() for call in calls]
+    missing = [entry for entry in case.demands.lists if not reads[entry.name]]
     if not missing:
-        named = ", ".join(sorted({call.name for call in right}))
-        return case.passed(f"The result comes from {named}, which is what the task names.", _steps(right))
-    names = " and ".join(entry.name for entry in missing)
+        return case.passed(f"The result comes from {_names(right)}, which is what the task names.", _steps(right))
+    lists = " and ".join(entry.name for entry in missing)
     if others := [call for call in case.sources if call.about_data and not call.changes and call not in right]:
-        used = ", ".join(sorted({call.name for call in others}))
-        return case.failed(f"The result comes from {used}; it should have come from {names}.", _steps(others))
+        because = f"The result comes from {_names(others)}; it should have come from {lists}."
+        return case.failed(because, _steps(others))
     apis = [api for entry in missing for api in entry.apis]
-    return case.failed(f"Nothing in the result comes from {names}; it should have been read.", case.omission(*apis))
+    return case.failed(f"Nothing in the result comes from {lists}; it should have been read.", case.omission(*apis))
 
 
-def _misread(case: Case, entry: NamedList, call: ApiCall) -> bool:
-    """Whether a call that reads the right list asks for the wrong items of it.
+def _reads(case: Case, entry: NamedList, call: ApiCall) -> bool:
+    """Whether a call reads the list, and asks for the right items of it.
 
-    These are sent items instead of received ones, or the reverse, and items filtered by a text that the task does not
+    Wrong are sent items instead of received ones, or the reverse, and items filtered by a text that the task does not
     mention.
     """
+    if call.app != entry.app or call.api not in entry.apis:
+        return False
     other = {"received": "sent", "sent": "received"}.get(case.demands.direction or "")
     if entry.directed and other and (f"_{other}_" in call.api or call.text("direction") == other):
-        return True
+        return False
     narrowing = {name: call.text(name) for name in call.arguments if _NARROWING.match(name)}
     said = [text.rstrip("/").rpartition("/")[2] for text in narrowing.values() if text and not text.isdigit()]
-    return not all(text in {"True", "False"} or case.demands.mentions(text) for text in said)
+    return all(text in {"True", "False"} or case.demands.mentions(text) for text in said)
 
 
 def judge_pages(case: Case) -> Finding:
@@ -71,7 +72,7 @@ def judge_pages(case: Case) -> Finding:
         return not_applicable("The list the task needs was not read, so its pages do not matter.")
     if not read:
         return case.failed("The list the task needs was never read to its end.", case.omission(*wanted))
-    names = ", ".join(sorted({call.name for call in read}))
+    names = _names(read)
     if cut := [call for call in read if not call.page_varies and not _is_short(case, call)]:
         return case.failed(f"Only one page of {names} was read; keep asking until a page is empty.", _steps(cut))
     return case.passed(f"{names} was read page by page to the end.", _steps(read))
@@ -125,34 +126,34 @@ def _by_limit(case: Case, limit: Limit) -> Finding:
 
 def _by_name(case: Case, name: str) -> Finding:
     tests = [test for test in case.conditions if _same(test.left.text, name) or _same(test.right.text, name)]
-    asked: list[ApiCall | Selection] = [
-        call for call in case.sources for value in call.arguments.values() if _same(value.text, name)
-    ]
-    good = [test for test in tests if test.operator in {"==", "in", "endswith", "startswith"}]
-    if good or asked:
-        return case.passed("", [*good, *asked][0].step)
-    if tests:
-        return case.failed(f"`{tests[-1].source}` takes the opposite of {name!r}.", tests[-1].step)
-    return _unselected(case, repr(name))
+    good = [test.step for test in tests if test.operator in {"==", "in", "endswith", "startswith"}]
+    good += [call.step for call in case.sources for value in call.arguments.values() if _same(value.text, name)]
+    fault = f"`{tests[-1].source}` takes the opposite of {name!r}." if tests else ""
+    return _selected(case, good[:1], [test.step for test in tests[-1:]], fault, repr(name))
 
 
 def _by_extreme(case: Case, extreme: str) -> Finding:
     other = "min" if extreme == "max" else "max"
-    if steps := case.steps_of(extreme, "sorted"):
-        return case.passed("", steps)
-    if steps := case.steps_of(other):
-        return case.failed(f"The task asks for the {extreme}; the code takes the {other}.", steps)
-    return _unselected(case, f"the {extreme}")
+    good = [test.step for test in case.conditions if test.operator in {extreme, "sorted"}]
+    wrong = [test.step for test in case.conditions if test.operator == other]
+    fault = f"The task asks for the {extreme}; the code takes the {other}."
+    return _selected(case, good, wrong, fault, f"the {extreme}")
 
 
 def _leaves_out_done(case: Case) -> Finding:
     lists = set(DONE_LISTS.values())
     tests = [each for each in case.conditions if any(case.trace.calls[i].api in lists for i in each.right.calls)]
-    if kept := [each.step for each in tests if each.operator in {"in", "&", "intersection"}]:
-        return case.failed("What is done already was kept instead of left out.", kept)
-    if dropped := [each.step for each in tests if each.operator in {"not in", "-", "difference"}]:
-        return case.passed("", dropped)
-    return _unselected(case, "what is not done yet")
+    kept = [each.step for each in tests if each.operator in {"in", "&", "intersection"}]
+    dropped = [each.step for each in tests if each.operator in {"not in", "-", "difference"}]
+    fault = "What is done already was kept instead of left out."
+    return _selected(case, [] if kept else dropped, kept, fault, "what is not done yet")
+
+
+def _selected(case: Case, right: list[int], wrong: list[int], fault: str, words: str) -> Finding:
+    """A pass for the steps that select rightly, else a fail for those with the ``fault``, else `_unselected`."""
+    if right:
+        return case.passed("", right)
+    return case.failed(fault, wrong) if wrong else _unselected(case, words)
 
 
 def _unselected(case: Case, words: str) -> Finding:
@@ -189,12 +190,11 @@ def judge_actions(case: Case) -> Finding:
             continue
         if tried := [call for call in case.trace.calls if call.failed and makes_change(action, call)]:
             return case.failed(f"The call to {action.name} ended in an error.", blamed_steps(case) or _steps(tried))
-        used = ", ".join(sorted({call.name for call in case.changes})) or "nothing"
+        used = _names(case.changes) or "nothing"
         steps = _steps(case.changes) or case.omission(*action.apis.split("|"))
         return case.failed(f"The task asks to {action.name}; the run called {used} instead.", steps)
     if extra := [call for call in case.changes if (demands.question or demands.actions) and call not in case.demanded]:
-        names = ", ".join(sorted({call.name for call in extra}))
-        return case.failed(f"{names} changes something the task does not ask for.", _steps(extra))
+        return case.failed(f"{_names(extra)} changes something the task does not ask for.", _steps(extra))
     if not case.changes:
         return case.failed("The task asks for a change and none was made.", case.omission())
     return case.passed("The run makes each change that the task asks for, and no other.", _steps(case.changes))
@@ -222,9 +222,8 @@ def judge_completion(case: Case) -> Finding:
 def judge_outcome(case: Case) -> Finding:
     """Rule: the run shows no fault that keeps it from the requested result."""
     findings = [part(case) for part in (judge_source, judge_pages, judge_selection, judge_actions, judge_completion)]
-    for finding in findings:
-        if finding.verdict is Verdict.FAIL:
-            return finding
+    if fault := first_failure(findings):
+        return fault
     good = [finding.steps for finding in findings if finding.verdict is Verdict.PASS]
     return case.passed("The run reads, selects, acts and closes as the task asks.", case.result_step, *good)
 
@@ -268,8 +267,8 @@ def judge_stop(case: Case) -> Finding:
 
 def wrong_data(case: Case) -> tuple[int, ...]:
     """Steps that read or chose the wrong data; empty if the data is right."""
-    findings = [judge(case) for judge in (judge_source, judge_pages, judge_selection)]
-    return next((finding.steps for finding in findings if finding.verdict is Verdict.FAIL), ())
+    fault = first_failure(judge(case) for judge in (judge_source, judge_pages, judge_selection))
+    return fault.steps if fault else ()
 
 
 def failing_steps(case: Case) -> set[int]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.case import Finding
+from draco_ray.sandbox.rule_judge.case import Finding, named_or_last
 from draco_ray.sandbox.rule_judge.phases import RuleJudge
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
@@ -48,9 +48,8 @@ class SimpleRule:
         shown = Steps(run.steps)
         shown.ended = run.ended
         verdict, steps = self.check(task, shown) if run.steps else (Verdict.FAIL, ())
-        if verdict is not Verdict.NOT_APPLICABLE and not steps:
-            steps = [step.number for step in run.steps[-1:]]
-        return Finding(verdict, tuple(steps), "The rule's check says so.")
+        last = () if verdict is Verdict.NOT_APPLICABLE else named_or_last(run.steps, ())
+        return Finding(verdict, tuple(steps) or last, "The rule's check says so.")
 
 
 def rule_judge(rules: Sequence[SimpleRule]) -> RuleJudge:
