@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
+from draco_ray.judging.phases import Credit, Proposals, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.reply import tag_of
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
+from draco_ray.sandbox.rule_judge.case import Finding, first_failure, named_or_last, not_applicable
 from draco_ray.sandbox.rule_judge.reading import (
     JudgePrompt,
     PromptCriterion,
@@ -55,16 +55,13 @@ class RuleJudge:
         if read is None:
             lists = read_pairing(prompt)
             return None, "OK" if lists is None else format_reply(self._pair(*lists))
-        phases: dict[str, Callable[[JudgePrompt], Entries]] = {
+        phases = {
             Stage1.name: self._propose,
             Stage2.name: self._add,
             Proposals.name: self._add,
             Union.name: self._merge,
-            Score.name: self._score,
-            Verdicts.name: self._score,
-            Credit.name: self._attribute,
         }
-        return read.phase, format_reply(phases[read.phase](read), tag_of(prompt))
+        return read.phase, format_reply(phases.get(read.phase, self._verify)(read), tag_of(prompt))
 
     def _propose(self, prompt: JudgePrompt) -> Entries:
         grounds = {"grounding_references": [f"The task: {prompt.task}"]}
@@ -74,11 +71,10 @@ class RuleJudge:
         covered = [self._find(rubric) for rubric in prompt.rubrics]
         added: Entries = []
         for rule in self._rules:
-            if rule.discovered and rule not in covered:
-                findings = [rule.judge(run, prompt.task) for run in prompt.runs]
-                if finding := next((each for each in findings if each.verdict is Verdict.FAIL), None):
-                    grounds = {"grounding_references": [f"The task: {prompt.task}"]}
-                    added.append(rule.criterion(prompt.task) | {"trajectory_evidence": _evidence(finding)} | grounds)
+            wanted = rule.discovered and rule not in covered
+            if wanted and (finding := first_failure([rule.judge(run, prompt.task) for run in prompt.runs])):
+                grounds = {"grounding_references": [f"The task: {prompt.task}"]}
+                added.append(rule.criterion(prompt.task) | {"trajectory_evidence": _evidence(finding)} | grounds)
         return added
 
     def _merge(self, prompt: JudgePrompt) -> Entries:
@@ -93,47 +89,30 @@ class RuleJudge:
         kept = [rule for rule in self._rules if rule in candidates]
         if not prompt.runs:
             return [rule.criterion("") for rule in kept]
-        kept = [
-            rule for rule in kept if any(rule.judge(run, prompt.task).verdict is Verdict.FAIL for run in prompt.runs)
-        ]
+        failed = [rule for rule in kept if first_failure(rule.judge(run, prompt.task) for run in prompt.runs)]
         return [
             {"title": rubric.title, "description": rubric.description, "evaluator_instruction": rubric.instruction}
-            for rubric in map(candidates.__getitem__, kept)
+            for rubric in map(candidates.__getitem__, failed)
         ]
 
-    def _score(self, prompt: JudgePrompt) -> Entries:
-        return [
-            {
-                "rubric_index": rubric.index,
-                "rubric_title": rubric.title,
-                "evidence": _evidence(finding),
-                "justification": finding.because,
-                "score": int(finding.verdict),
-                **({"relevant_steps": list(finding.steps)} if prompt.phase == Verdicts.name else {}),
-            }
-            for rubric, finding in self._findings(prompt)
-        ]
+    def _verify(self, prompt: JudgePrompt) -> Entries:
+        """The reply to a score, verdicts or credit prompt.
 
-    def _attribute(self, prompt: JudgePrompt) -> Entries:
-        return [
-            {
-                "rubric_index": rubric.index,
-                "rubric_title": rubric.title,
-                "explanation": finding.because,
-                "relevant_steps": list(finding.steps),
-                "verdict": finding.verdict.name,
-            }
-            for rubric, finding in self._findings(prompt)
-        ]
-
-    def _findings(self, prompt: JudgePrompt) -> list[tuple[PromptCriterion, Finding]]:
-        """The verdict on each criterion by its rule; if there is no usable rule, the prompt's scoring verdict."""
-        run, found = prompt.runs[0], []
+        The verdict on each criterion is that of its rule; if there is no usable rule, the prompt's scoring verdict.
+        """
+        run, entries = prompt.runs[0], Entries()
         for rubric in prompt.rubrics:
             rule = self._find(rubric)
             usable = rule is not None and (rule.discovered or prompt.task)
-            found.append((rubric, rule.judge(run, prompt.task) if rule and usable else _noted(rubric, run)))
-        return found
+            finding = rule.judge(run, prompt.task) if rule and usable else _noted(rubric, run)
+            steps, because = {"relevant_steps": list(finding.steps)}, finding.because
+            fields = {"evidence": _evidence(finding), "justification": because, "score": int(finding.verdict)}
+            if prompt.phase == Credit.name:
+                fields = {"explanation": because, **steps, "verdict": finding.verdict.name}
+            elif prompt.phase == Verdicts.name:
+                fields |= steps
+            entries.append({"rubric_index": rubric.index, "rubric_title": rubric.title, **fields})
+        return entries
 
     def _pair(self, first: tuple[PromptCriterion, ...], second: tuple[PromptCriterion, ...]) -> Entries:
         """Pairs of criteria that are the same check: first those with equal titles, then those with the same rule."""
@@ -153,9 +132,8 @@ def _noted(rubric: PromptCriterion, run: Run) -> Finding:
     if rubric.verdict not in (Verdict.PASS.name, Verdict.FAIL.name):
         return not_applicable("No rule of this judge covers this criterion.")
     named = {int(number) for number in re.findall(r"\b\d{1,6}\b", rubric.evidence)}
-    numbers = [step.number for step in run.steps]
-    cited = tuple(sorted(named & set(numbers))) or tuple(numbers[-1:])
-    return Finding(Verdict[rubric.verdict], cited, "These are the steps that the grader's evidence names.")
+    because = "These are the steps that the grader's evidence names."
+    return Finding(Verdict[rubric.verdict], named_or_last(run.steps, named), because)
 
 
 def _evidence(finding: Finding) -> str:
