@@ -94,11 +94,13 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
         # The first rollouts find free slots, each later one takes the next slot that is given back.
         begins, given_back = (sorted(getattr(each, name) for each in step.rollouts) for name in ("began", "ended"))
         gaps["rollout"] += [began - free for began, free in zip(begins[slots:], given_back, strict=False)]
+        ends, first = [], step.learning[0][0]
         for group in step.groups:
             ended: dict[object, list[float]] = defaultdict(list, {each.number: [each.ended] for each in group.rollouts})
             ended["rollout"] = [each.ended for each in group.rollouts]
             for (kind, _), phase in group.phases.items():
                 ended[kind].append(phase.ended)
+            ends.append(max(max(each) for each in ended.values()))
             for (kind, number), phase in group.phases.items():
                 if needs := {
                     "stage2": ended["stage1"] + ended[number],
@@ -107,8 +109,6 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
                     "credit": ended["score"],
                 }.get(kind):
                     gaps[kind].append(phase.began - max(needs))
-        ends = [max(each.ended for each in (*group.rollouts, *group.phases.values())) for group in step.groups]
-        first = step.learning[0][0]
         if ready := [end for end in ends if end <= first]:
             gaps["learning"].append(first - max(ready))
     return {stage: max(0.0, statistics.median(found)) for stage, found in gaps.items() if found}
