@@ -172,6 +172,12 @@ class SlidingWindow:
             self._sum = 0.0  # Drop accumulated rounding errors.
 
 
+def limit_windows(requests: float | None, tokens: float | None) -> tuple[SlidingWindow, SlidingWindow]:
+    """The windows for a limit of requests and a limit of tokens per minute; None: no limit."""
+    burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
+    return SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE_FACTOR)
+
+
 class _Sizes:
     """Expected tokens of requests, learned from those that have ended."""
 
@@ -238,11 +244,7 @@ class Limiter:
         self._lease_seconds = lease_seconds
         self.outage = outage or JudgeHealth()
         self._clock = clock
-        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
-        self._requests = SlidingWindow(
-            requests, max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
-        )
-        self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE_FACTOR)
+        self._requests, self._tokens = limit_windows(limits.requests_per_minute, limits.tokens_per_minute)
         self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
         self._booked = dict(booked or {})

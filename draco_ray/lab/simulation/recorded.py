@@ -155,7 +155,7 @@ def read_run(run: RunDirectory) -> RecordedRun:
         ConfigError: too few finished steps, steps without spans, or a judge that shares the policy's engines.
         DamagedRun: a file cannot be read.
     """
-    value, metrics = run.setting, run.metrics()
+    value, limits, metrics = run.setting, run.setting("judge.limits"), run.metrics()
     if len(metrics) < FEWEST_STEPS:
         going = " (a directory of judged traces has none)" if not metrics and not run.checkpoint_steps() else ""
         raise ConfigError(
@@ -171,28 +171,23 @@ def read_run(run: RunDirectory) -> RecordedRun:
     passes = 2 + (value("learner.kl_coefficient") > 0) + (value("learner.gradient_checkpointing") is not False)
     return RecordedRun(
         name=run.path.name,
-        setting=_setting(run),
+        setting=ResourceCounts(
+            slots=value("environment.slots"),
+            engines=value("engine.engines"),
+            sequences=value("engine.max_num_seqs"),
+            judge_workers=max(value("judge.workers"), value("judge.max_workers")),
+            calls_per_worker=value("judge.concurrency_per_worker"),
+            requests_per_minute=limits.requests_per_minute,
+            tokens_per_minute=limits.tokens_per_minute,
+            minibatch=value("learner.minibatch_prompts"),
+            staleness=value("train.staleness"),
+            colocate=value("engine.colocate"),
+            group_size=value("algorithm.group_size"),
+        ),
         steps=tuple(_step(run, line) for line in metrics[1:]),
         remember_share=1 / passes,
         gpus_per_engine=float(value("engine.gpus_per_engine")),
         learner_gpus=float(value("learner.workers") * value("learner.gpus_per_worker")),
-    )
-
-
-def _setting(run: RunDirectory) -> ResourceCounts:
-    value, limits = run.setting, run.setting("judge.limits")
-    return ResourceCounts(
-        slots=value("environment.slots"),
-        engines=value("engine.engines"),
-        sequences=value("engine.max_num_seqs"),
-        judge_workers=max(value("judge.workers"), value("judge.max_workers")),
-        calls_per_worker=value("judge.concurrency_per_worker"),
-        requests_per_minute=limits.requests_per_minute,
-        tokens_per_minute=limits.tokens_per_minute,
-        minibatch=value("learner.minibatch_prompts"),
-        staleness=value("train.staleness"),
-        colocate=value("engine.colocate"),
-        group_size=value("algorithm.group_size"),
     )
 
 
@@ -206,7 +201,8 @@ def _step(run: RunDirectory, line: Row) -> Step:
         raise ConfigError(f"{run.path}: the metrics of step {number} lack seconds or seconds_sync")
     if min(after, seconds, updates) < 0:
         raise damaged(run.metrics_file, f"step {number}: seconds {seconds}, seconds_sync {after}, updates {updates}")
-    phases = _phases(run, number, [span for stage, of in spans.items() for span in of if stage != "rollout"])
+    asked = [span for stage, of in spans.items() for span in of if stage != "rollout" and span["task_id"] is not None]
+    phases = _phases(run, number, asked)
     states = {row["task_id"]: row["state"] for row in run.table("groups", number, ["task_id", "state"]).to_pylist()}
     groups = [
         Group(rollouts=tuple(rollouts), phases=phases[task], failed=states.get(task) == "failed")
@@ -229,18 +225,18 @@ def _rollouts(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, l
     columns = ["task_id", "rollout", "turn", "first_token", "last_token", "seconds_generating", "seconds_executing"]
     turns = grouped(run.table("steps", step, columns).to_pylist(), "task_id", "rollout")
     table = run.table("trajectories", step, ["task_id", "rollout", "engine", "started_at", "token_ids"])
-    lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
+    table = table.append_column("tokens", pc.list_value_length(table["token_ids"])).drop_columns("token_ids")
     found: dict[str, list[Rollout]] = defaultdict(list)
-    for row, tokens in zip(table.drop_columns(["token_ids"]).to_pylist(), lengths, strict=True):
+    for row in table.to_pylist():
         key = (row["task_id"], row["rollout"])
-        if key in held:
+        if span := held.get(key):
             rollout = Rollout(
                 number=row["rollout"],
                 engine=row["engine"] or "",
-                began=held[key]["started_at"],
-                ended=held[key]["ended_at"],
+                began=span["started_at"],
+                ended=span["ended_at"],
                 turns=tuple(_turns(turns[key], row["started_at"])),
-                tokens=tokens or 0,
+                tokens=row["tokens"],
             )
             found[row["task_id"]].append(rollout)
     return found
@@ -250,7 +246,7 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[Turn]:
     before = 0
     for row in sorted(rows, key=lambda row: int(row["turn"])):
         first, last = int(row["first_token"]), int(row["last_token"])
-        generating, executing = row["seconds_generating"] or 0.0, row["seconds_executing"] or 0.0
+        generating, executing = row["seconds_generating"], row["seconds_executing"]
         # A new branch starts again from the prompt.
         read = first - before if first >= before else first
         sampled = max(0, last - first)
@@ -265,10 +261,8 @@ def _phases(run: RunDirectory, step: int, spans: Iterable[Row]) -> dict[str, dic
     calls = grouped(rows, "task_id", "phase", "rollout")
     found: dict[str, dict[Key, Phase]] = defaultdict(dict)
     for span in spans:
-        if span["task_id"] is None:
-            continue
         rows, began = calls[span["task_id"], span["stage"], span["rollout"]], span["started_at"]
-        waited = busy_seconds((row["started_at"], row["started_at"] + (row["waited_seconds"] or 0.0)) for row in rows)
+        waited = busy_seconds((row["started_at"], row["started_at"] + row["waited_seconds"]) for row in rows)
         found[span["task_id"]][span["stage"], span["rollout"]] = Phase(
             seconds=max(0.0, span["ended_at"] - began - waited),
             requests=sum(int(row["requests"]) for row in rows),

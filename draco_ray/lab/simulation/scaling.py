@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, ResourceCounts, Step
+from draco_ray.lab.rows import group_by
+from draco_ray.lab.simulation.recorded import Group, RecordedRun, ResourceCounts, Step
 from draco_ray.lab.simulation.speeds import fit_speeds
 from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
@@ -20,6 +20,8 @@ NEGLIGIBLE = 0.05
 """A step's longest wait is not reported if it is at most this share of the step."""
 DRAWS = 9
 """Number of simulations of a recorded step; their median is used."""
+COUNTS, LIMITS = ("slots", "engines", "learners", "judge_workers"), ("requests_per_minute", "tokens_per_minute")
+"""Fields of `ResourceCounts` that grow with a step."""
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 """Numbers of GPUs at which a throughput curve is computed."""
 
@@ -46,35 +48,23 @@ def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> li
 
     Returns: each recorded step with the median of `DRAWS` simulations.
     """
-    found = []
-    for step in (other or run).steps:
+    found, predicted = [], other or run
+    for step in predicted.steps:
         known = [each for each in run.steps if each is not step]
-        speeds, random, setting = (
-            fit_speeds(known, run),
-            np.random.default_rng((seed, step.number)),
-            (other or run).setting,
-        )
-        drawn = _phases(known)
+        speeds, random = fit_speeds(known, run), np.random.default_rng((seed, step.number))
+        recorded = (item for each in known for group in each.groups for item in group.phases.items())
+        drawn = group_by(recorded, lambda item: (item[0][0], item[1].requests > 0))
         played = []
         for _ in range(DRAWS):
             groups = []
             for group in step.groups:
                 phases = {}
-                for (kind, number), own in group.phases.items():
-                    others = drawn[kind, own.requests > 0] or [own]
-                    phases[kind, number] = others[random.integers(len(others))]
+                for key, own in group.phases.items():
+                    alike = drawn[key[0], own.requests > 0] or [(key, own)]
+                    _, phases[key] = alike[random.integers(len(alike))]
                 groups.append(replace(group, phases=phases))
-            played.append(simulate_step(groups, speeds, setting))
+            played.append(simulate_step(groups, speeds, predicted.setting))
         found.append((step, sorted(played, key=lambda each: each.seconds)[DRAWS // 2]))
-    return found
-
-
-def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
-    """(Kind of judge phase, whether it sent a request) -> the phases of these steps."""
-    found: dict[tuple[str, bool], list[Phase]] = defaultdict(list)
-    for group in (group for step in steps for group in step.groups):
-        for (kind, _), phase in group.phases.items():
-            found[kind, phase.requests > 0].append(phase)
     return found
 
 
@@ -100,8 +90,8 @@ def simulate_size(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rol
         rollouts: size of the step.
         seed: random seed of the draws.
     """
-    groups, minibatch = _drawn(run, setting, rollouts, seed)
-    step = simulate_step(groups, speeds, replace(setting, minibatch=minibatch))
+    groups, drawn = _drawn(run, setting, rollouts, seed)
+    step = simulate_step(groups, speeds, drawn)
     learner = 0 if setting.colocate else setting.learners * run.learner_gpus
     return SimulatedSize(
         rollouts=len(groups) * setting.group_size,
@@ -112,16 +102,16 @@ def simulate_size(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rol
     )
 
 
-def _drawn(run: RecordedRun, setting: ResourceCounts, rollouts: int, seed: int) -> tuple[list[Group], int]:
+def _drawn(run: RecordedRun, setting: ResourceCounts, rollouts: int, seed: int) -> tuple[list[Group], ResourceCounts]:
     """Draw groups of the recorded steps at random for one step of at least ``rollouts`` rollouts.
 
-    Returns: the groups, and the number of groups per update that keeps the mean number of updates of a recorded step.
+    Returns: the groups, and the setting with the minibatch that keeps the mean number of updates of a recorded step.
     """
     pool = [group for step in run.steps for group in step.groups]
     count = math.ceil(rollouts / setting.group_size)
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
     minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
-    return [pool[index] for index in draws], minibatch
+    return [pool[index] for index in draws], replace(setting, minibatch=minibatch)
 
 
 def scale_resources(run: RecordedRun, rollouts: int) -> ResourceCounts:
@@ -129,8 +119,7 @@ def scale_resources(run: RecordedRun, rollouts: int) -> ResourceCounts:
     recorded, own_groups = run.setting, statistics.fmean(len(step.groups) for step in run.steps)
     larger = math.ceil(rollouts / recorded.group_size) / own_groups
     used = replace(recorded, slots=min(recorded.slots, round(own_groups * recorded.group_size)))
-    engines, learners = math.ceil(larger * recorded.engines), float(math.ceil(larger))
-    return replace(_scaled(used, larger), engines=engines, learners=learners)
+    return _scaled(used, larger)
 
 
 def scale_to_gpus(run: RecordedRun, setting: ResourceCounts, gpus: int) -> ResourceCounts:
@@ -140,31 +129,24 @@ def scale_to_gpus(run: RecordedRun, setting: ResourceCounts, gpus: int) -> Resou
     scale with the number of engines.
     """
     per_engine, learner = run.gpus_per_engine or 1.0, run.learner_gpus or 1.0
-    whole = setting.engines * per_engine + learner
-    larger = gpus / whole
+    larger = gpus / (setting.engines * per_engine + learner)
     engines = max(1, min(round(setting.engines * larger), math.floor((gpus - learner) / per_engine)))
     learners = (gpus - engines * per_engine) / learner
     return replace(_scaled(setting, engines / setting.engines), engines=engines, learners=learners)
 
 
 def _scaled(setting: ResourceCounts, factor: float) -> ResourceCounts:
-    """A copy of the setting in which slots, judge workers and judge limits are multiplied by ``factor``."""
-    requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
-    return replace(
-        setting,
-        slots=math.ceil(factor * setting.slots),
-        judge_workers=math.ceil(factor * setting.judge_workers),
-        requests_per_minute=requests and factor * requests,
-        tokens_per_minute=tokens and factor * tokens,
-    )
+    """A copy of the setting in which the numbers of resources (rounded up) and limits are multiplied by ``factor``."""
+    counts = {name: math.ceil(factor * getattr(setting, name)) for name in COUNTS}
+    limits = {name: factor * limit for name in LIMITS if (limit := getattr(setting, name))}
+    return replace(setting, **counts, **limits)
 
 
 def throughput(run: RecordedRun, setting: ResourceCounts, speeds: Speeds, rollouts: int, seed: int) -> float:
     """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `simulate_size`."""
-    (groups, minibatch), ahead = _drawn(run, setting, rollouts, seed), setting.staleness
-    steps = [groups] * (2 * ahead + 4)
+    (groups, drawn), ahead = _drawn(run, setting, rollouts, seed), setting.staleness
     # Leave out the first steps, for which no work was done ahead, and the last ones, which no later step overlaps.
-    played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
+    played = simulate([groups] * (2 * ahead + 4), speeds, drawn)[ahead + 1 : ahead + 4]
     return 3600 * len(groups) * setting.group_size / statistics.fmean(step.seconds for step in played)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from scipy.optimize import minimize_scalar, nnls
 
-from draco_ray.lab.simulation.recorded import Group, RecordedRun, Rollout, Step
+from draco_ray.lab.rows import group_by
+from draco_ray.lab.simulation.recorded import RecordedRun, Rollout, Step
 from draco_ray.lab.simulation.step import Speeds
 from draco_ray.records import FloatArray
 
@@ -41,10 +42,9 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
 
     A turn's seconds are modelled as a linear function of its tokens, times 1 + slowdown x mean number of other turns.
     """
-    by_engine: dict[str, list[tuple[float, ...]]] = defaultdict(list)
-    for rollout in rollouts:
-        by_engine[rollout.engine] += [(t.began, t.generating, t.sampled, t.read) for t in rollout.turns if t.generating]
-    turns = [np.array(rows, float) for rows in by_engine.values() if rows]
+    by_engine = group_by(rollouts, lambda rollout: rollout.engine).values()
+    played = [[turn for rollout in each for turn in rollout.turns if turn.generating] for each in by_engine]
+    turns = [np.array([(t.began, t.generating, t.sampled, t.read) for t in each], float) for each in played if each]
     if not turns:
         return 0.0, [0.0, 0.0, 0.0]
     beside = np.concatenate([mean_concurrency(rows[:, 0], rows[:, 0] + rows[:, 1]) - 1 for rows in turns])
@@ -94,33 +94,21 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
         # The first rollouts find free slots, each later one takes the next slot that is given back.
         begins, given_back = (sorted(getattr(each, name) for each in step.rollouts) for name in ("began", "ended"))
         gaps["rollout"] += [began - free for began, free in zip(begins[slots:], given_back, strict=False)]
+        ends, first = [], step.learning[0][0]
         for group in step.groups:
-            for stage, gap in _gaps(group):
-                gaps[stage].append(gap)
-        ends = [
-            max([each.ended for each in group.rollouts] + [each.ended for each in group.phases.values()])
-            for group in step.groups
-        ]
-        first = step.learning[0][0]
+            ended: dict[object, list[float]] = defaultdict(list, {each.number: [each.ended] for each in group.rollouts})
+            ended["rollout"] = [each.ended for each in group.rollouts]
+            for (kind, _), phase in group.phases.items():
+                ended[kind].append(phase.ended)
+            ends.append(max(max(each) for each in ended.values()))
+            for (kind, number), phase in group.phases.items():
+                if needs := {
+                    "stage2": ended["stage1"] + ended[number],
+                    "union": ended["stage2"],
+                    "score": ended["union"] or ended["rollout"],
+                    "credit": ended["score"],
+                }.get(kind):
+                    gaps[kind].append(phase.began - max(needs))
         if ready := [end for end in ends if end <= first]:
             gaps["learning"].append(first - max(ready))
     return {stage: max(0.0, statistics.median(found)) for stage, found in gaps.items() if found}
-
-
-def _gaps(group: Group) -> Iterable[tuple[str, float]]:
-    """(Kind, delay) of each judge phase that has inputs; the delay is the seconds from its last input to its start."""
-    ended: dict[object, list[float]] = defaultdict(list)
-    for (kind, _), phase in group.phases.items():
-        ended[kind].append(phase.ended)
-    for rollout in group.rollouts:
-        ended[rollout.number] = [rollout.ended]
-        ended["rollout"].append(rollout.ended)
-    for (kind, number), phase in group.phases.items():
-        needs = {
-            "stage2": ended["stage1"] + ended[number],
-            "union": ended["stage2"],
-            "score": ended["union"] or ended["rollout"],
-            "credit": ended["score"],
-        }.get(kind)
-        if needs:
-            yield kind, phase.began - max(needs)

@@ -11,19 +11,13 @@ import heapq
 import itertools
 import math
 import selectors
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from draco_ray.judging.limiter import (
-    BURST_REQUESTS,
-    BURST_SECONDS,
-    BURST_SHARE,
-    PACE_FACTOR,
-    WINDOW_SECONDS,
-    SlidingWindow,
-)
+from draco_ray.judging.limiter import ROUNDING, limit_windows
 from draco_ray.judging.phases import PHASES, phase_rank
+from draco_ray.lab.rows import group_by
 from draco_ray.lab.simulation.recorded import Group, Phase, ResourceCounts, Rollout
 
 ResultT = TypeVar("ResultT")
@@ -40,7 +34,6 @@ PARTS = (
     *(WAITS["judge workers"], WAITS["judge limits"], *PHASES, WAITS["learner"], "learning", "sync and checkpoint"),
 )
 """Parts of a step's longest path, in the order of the data flow."""
-ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,12 +105,8 @@ def run_on_simulated_clock(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     clock = _Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now  # type: ignore[method-assign]
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.close()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        return runner.run(main)
 
 
 class PrioritySemaphore:
@@ -195,54 +184,43 @@ class Simulation:
         self._engines = [Engine(speeds.slowdown, setting.sequences) for _ in range(setting.engines)]
         self._judge = PrioritySemaphore(setting.judge_workers * setting.calls_per_worker)
         self._lease, self._learner = PrioritySemaphore(1), PrioritySemaphore(1)
-        # Same windows as in `draco_ray.judging.limiter`, but here a request's tokens are known before it is sent.
-        requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
-        burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
-        self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE_FACTOR)
+        # Unlike in `draco_ray.judging.limiter`, a request's tokens are known before it is sent.
+        self._limits = limit_windows(setting.requests_per_minute, setting.tokens_per_minute)
 
     async def play(self, steps: Sequence[Sequence[Group]]) -> list[SimulatedStep]:
         """Simulate successive training steps, which overlap as far as `ResourceCounts.staleness` allows."""
-        begun: dict[int, list[asyncio.Task[Any]]] = {}
+        # The groups of this step and of the later steps that have begun.
+        begun: list[list[asyncio.Task[Work]]] = []
         played = []
-
-        def begin(step: int) -> list[asyncio.Task[Any]]:
-            return [
-                asyncio.create_task(self._group((step << 20) + rank, group)) for rank, group in enumerate(steps[step])
-            ]
-
         for step, groups in enumerate(steps):
             started = now()
-            if step not in begun:
+            if not begun:
                 await asyncio.sleep(self._speeds.head)
-                begun[step] = begin(step)
-            if step:  # during the first step no rollouts of later steps run: its canary needs idle engines
-                for ahead in range(step + 1, min(step + self._setting.staleness + 1, len(steps))):
-                    begun[ahead] = begun.get(ahead) or begin(ahead)
-            last = await self._update(begun.pop(step), self._setting.minibatch or len(groups))
+            # During the first step no rollouts of later steps run: its canary needs idle engines.
+            ahead = self._setting.staleness if step else 0
+            for later in range(step + len(begun), min(step + ahead + 1, len(steps))):
+                ranked = enumerate(steps[later], later << 20)
+                begun.append([asyncio.create_task(self._group(rank, group)) for rank, group in ranked])
+            last = await self._update(groups, begun.pop(0))
             await asyncio.sleep(self._speeds.tail)
             path = longest_path(last, started, now(), self._speeds.tail)
             played.append(SimulatedStep(seconds=now() - started, path=path))
         return played
 
-    async def _group(self, rank: int, group: Group) -> tuple[Group, Work]:
-        """Simulate a group's rollouts and its recorded judge phases; returns the group and the work that ended last."""
-
-        def ask(kind: str, number: int | None, *after: Work) -> Awaitable[Work]:
-            return self._ask(kind, group.phases[kind, number], _last(after))
-
-        proposed = ("stage1", None) in group.phases
-        stage1 = asyncio.ensure_future(ask("stage1", None)) if proposed else None
+    async def _group(self, rank: int, group: Group) -> Work:
+        """Simulate a group's rollouts and its recorded judge phases; returns the work that ended last."""
+        phases = group_by(group.phases.items(), lambda item: item[0][0])
+        stage1 = [asyncio.create_task(self._ask("stage1", phase)) for _, phase in phases["stage1"]]
 
         async def member(rollout: Rollout) -> Work:
-            done = [await self._rollout(rank, rollout), *([await stage1] if stage1 else [])]
-            asked = ("stage2", rollout.number) in group.phases
-            return await ask("stage2", rollout.number, *done) if asked else done[0]
+            done = [await self._rollout(rank, rollout), *[await each for each in stage1]]
+            phase = group.phases.get(("stage2", rollout.number))
+            return await self._ask("stage2", phase, *done) if phase else done[0]
 
         done = await asyncio.gather(*(member(rollout) for rollout in group.rollouts))
         for kind in ("union", "score", "credit"):
-            numbers = [number for phase, number in group.phases if phase == kind]
-            done = await asyncio.gather(*(ask(kind, number, *done) for number in numbers)) or done
-        return group, max(done, key=lambda each: each.ended)
+            done = await asyncio.gather(*(self._ask(kind, phase, *done) for _, phase in phases[kind])) or done
+        return max(done, key=lambda each: each.ended)
 
     async def _rollout(self, rank: int, rollout: Rollout) -> Work:
         ready, speeds = now(), self._speeds
@@ -267,7 +245,7 @@ class Simulation:
         parts |= {WAITS["engines"]: generating - alone, "environment": sum(turn.executing for turn in rollout.turns)}
         return Work(ready, now(), parts)
 
-    async def _ask(self, kind: str, phase: Phase, after: Work | None) -> Work:
+    async def _ask(self, kind: str, phase: Phase, *after: Work) -> Work:
         ready, rank, handover = now(), phase_rank(kind), self._speeds.handover.get(kind, 0.0)
         await asyncio.sleep(handover)
         # Union calls have their own worker.
@@ -288,11 +266,14 @@ class Simulation:
         if kind != "union":
             self._judge.give()
         parts = {"hand-over": handover, WAITS["judge workers"]: waited, WAITS["judge limits"]: limited}
-        return Work(ready, now(), parts | {kind: phase.seconds}, after)
+        return Work(ready, now(), parts | {kind: phase.seconds}, _last(after))
 
-    async def _update(self, groups: Sequence[Awaitable[Any]], minibatch: int) -> Work:
-        """Simulate the learner's work of a step; returns its last update."""
-        speeds, handover = self._speeds, self._speeds.handover.get("learning", 0.0)
+    async def _update(self, groups: Sequence[Group], judged: Sequence[asyncio.Task[Work]]) -> Work:
+        """Simulate the learner's work on a step's groups, each of which follows its task of ``judged``.
+
+        Returns: the last update.
+        """
+        speeds, minibatch = self._speeds, self._setting.minibatch or len(groups)
 
         async def learn(seconds: float, after: Work | None, handover: float = 0.0) -> Work:
             ready = now()
@@ -306,19 +287,19 @@ class Simulation:
             every, sampled = speeds.per_learned, speeds.per_learned_sampled
             return sum(r.tokens * every + r.sampled * sampled for r in group.rollouts) / self._setting.learners
 
-        async def first_pass(place: int, task: Awaitable[tuple[Group, Work]]) -> tuple[Group, Work] | None:
-            group, after = await task
+        async def first_pass(place: int, group: Group, judged: asyncio.Task[Work]) -> Work | None:
+            after = await judged
             if group.failed:
                 return None
             share = 1.0 if place < minibatch else speeds.remember_share
-            return group, await learn(share * seconds(group), everything or after, handover)
+            return await learn(share * seconds(group), everything or after, speeds.handover.get("learning", 0.0))
 
         # On shared GPUs, learning starts after all generation.
-        everything = _last([last for _, last in await asyncio.gather(*groups)]) if self._setting.colocate else None
-        done = await asyncio.gather(*(first_pass(place, task) for place, task in enumerate(groups)))
-        last = await learn(speeds.update, _last(one[1] for one in done if one))
-        for first in range(minibatch, len(done), minibatch):
-            batch = [one[0] for one in done[first : first + minibatch] if one]
+        everything = _last(await asyncio.gather(*judged)) if self._setting.colocate else None
+        done = await asyncio.gather(*map(first_pass, itertools.count(), groups, judged))
+        last = await learn(speeds.update, _last(done))
+        for first in range(minibatch, len(groups), minibatch):
+            batch = [group for group in groups[first : first + minibatch] if not group.failed]
             learned = await asyncio.gather(*(learn(seconds(group), last) for group in batch))
             last = await learn(speeds.update, _last(learned) or last)
         return last
@@ -352,5 +333,5 @@ def longest_path(last: Work | None, began: float, ended: float, tail: float) -> 
     return {part: path[part] for part in PARTS if path.get(part, 0.0) > 1e-6}
 
 
-def _last(work: Iterable[Work]) -> Work | None:
-    return max(work, key=lambda each: each.ended, default=None)
+def _last(work: Iterable[Work | None]) -> Work | None:
+    return max(filter(None, work), key=lambda each: each.ended, default=None)
