@@ -84,7 +84,7 @@ def test_a_gap_above_the_band_fails_and_says_how_much() -> None:
 def test_the_first_step_and_the_base_model_widen_the_band() -> None:
     """A gap of 0.1 nats is too much, unless the run began with as much, or has it without any adapter."""
     on, learner = BASE - 0.5, BASE - [0.5, 0.5, 0.8]
-    with pytest.raises(CanaryFailed, match=r"0\.0490 at the first step\); expected at most 0\.098,"):
+    with pytest.raises(CanaryFailed, match=r"0\.0490 at the first step\); expected at most 0\.098:"):
         judge(on, learner, first=0.049)
     assert judge(on, learner, first=0.051).gap_mean == pytest.approx(0.1)
     with pytest.raises(CanaryFailed, match=r"0\.0490 without the adapter"):

@@ -184,7 +184,7 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, because no request is sent"),
         ("--judge files:/tmp/d --set judge.temperature=0", "judge.temperature has no effect with judge.model=files:"),
         ("--judge files:", "files:: expected files: and the path of a directory, e.g. files:answers"),
-        (f"--judge files:{TRACES}", f"files:{TRACES}: expected a directory"),
+        (f"--judge files:{TRACES}", f"files:{TRACES}: expected files: and the path of a directory"),
         ("--judge rules --batch", "--batch: no effect with --judge rules"),
         ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give only one of them"),
         (

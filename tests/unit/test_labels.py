@@ -88,8 +88,8 @@ def test_the_judge_is_shown_what_was_said_and_what_is_right_and_nothing_that_is_
         (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "differ from the cited steps"),
         (json.dumps(a_label(training_step=10**30)), "line 2: not a label: training_step"),
         (json.dumps(a_label(criterion=2**31)), "line 2: not a label: criterion"),
-        (json.dumps(a_label(judge=-1)), "labels are of different runs"),
-        (json.dumps(a_label(title="U")), "labels are of different runs"),
+        (json.dumps(a_label(judge=-1)), "labels are from different runs"),
+        (json.dumps(a_label(title="U")), "labels are from different runs"),
     ],
 )
 def test_a_line_that_is_no_label_is_named(tmp_path: Path, line: str, message: str) -> None:

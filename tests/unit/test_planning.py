@@ -207,7 +207,7 @@ def test_a_machine_without_the_memory_is_told_what_takes_most_of_it(
     override: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan, "memory_bytes", lambda: (120 if "checkpointing" in override else 100) * GIB)
-    assert named in refused(capsys, "cpu", f"model.path={QWEN27}", override)
+    assert named in refused(capsys, "cpu", f"model.path={QWEN27}", "model.dtype=bfloat16", override)
 
 
 def test_a_name_that_vllm_does_not_know_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -165,7 +165,7 @@ async def test_a_comparison_nobody_can_make_is_left_out_and_counted(run: RunDire
     table = await compared(run, RuleCompleter(), third, ["stage1"])
     row = overall(table)["other", "stage1"]
     assert (row["comparisons"], row["unpaired"], row["recall"], row["recall_low"]) == (2, 1.0, None, None)
-    assert "99 does not exist" in table.to_pylist()[0]["pairing_error"]
+    assert "no rubric_index 99" in table.to_pylist()[0]["pairing_error"]
     # Each was asked once more, and no reply stays in a cache.
     assert (len(third.prompts), third.forgotten) == (4, 4)
     assert table.to_pylist()[0]["dollars"] == 1.0
