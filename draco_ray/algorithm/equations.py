@@ -122,7 +122,7 @@ class StepQuality(NamedTuple):
     passed_M: IntArray
     """p_j: number of surviving criteria that cite step j and pass."""
     failed_M: IntArray
-    """f_j: number of surviving criteria that cite step j and fail."""
+    """f_j: number of surviving criteria that the rollout fails and whose attribution cites step j."""
     quality_M: FloatArray
     """Q_j in [0, 1]; NaN throughout when no step is cited."""
 

@@ -45,7 +45,7 @@ def _limits(controller: str, name: str) -> list[str]:
             if controllers and controller not in controllers.split(","):
                 continue
             root = CONTROL_GROUPS / controller if controllers else CONTROL_GROUPS
-            # A container may see only the upper folders of this path, or only its own group, as the root folder.
+            # In a container the lower folders of this path may be missing, or its own group may be the root folder.
             own = root / group.lstrip("/")
             files = (folder / name for folder in (own, *own.parents) if folder.is_relative_to(root))
             found += [file.read_text(encoding="utf-8").strip() for file in files if file.is_file()]

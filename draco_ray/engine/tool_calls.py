@@ -16,7 +16,7 @@ _FORMS = {
     "<tool_call><function=NAME>": "qwen3_xml",
     '<tool_call>{"name":"NAME"': "hermes",
     "<tool_call>NAME<arg_key>": "glm47",
-    # Not mistral: that parser of vLLM reads the older list format only with Mistral's tokenizer.
+    # vLLM's parser `mistral` reads this older list format only with Mistral's own tokenizer.
     '[TOOL_CALLS][{"name":"NAME"': "xlam",
     "[TOOL_CALLS]NAME": "mistral",
     "<|tool_call>call:NAME": "gemma4",

@@ -48,7 +48,7 @@ class TasksOptions(ConfigSection):
     yes or 1 for no. It may print a JSON object that maps each requirement to true or false."""
     evaluator_seconds: float = Field(120.0, gt=0)
     facts: str = ""
-    """Further facts for the judge, one list item per line, such as house rules and behaviour that no criterion may
+    """Further facts for the judge, as a list with one item per line: house rules, or behaviour that no criterion may
     punish."""
 
 

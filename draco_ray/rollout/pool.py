@@ -41,7 +41,7 @@ class RolloutWorkers:
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
-        """Does not start workers yet; see `open`.
+        """Create the pool without workers; `open` starts them.
 
         Args:
             start: requests the worker with a given number from Ray and returns its handle at once.

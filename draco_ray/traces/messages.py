@@ -361,7 +361,7 @@ def _is_empty(content: object) -> bool:
 
 
 def _steps(content: object) -> Iterator[Entry]:
-    """The parts of a content. In a step that the AI SDK marks, parallel calls come before their results."""
+    """The parts of a message's content. Within a step of the AI SDK, all calls are put before all results."""
     steps: list[list[Any]] = [[]]
     for each in content if isinstance(content, list) else ():
         if isinstance(each, Mapping) and each.get("type") == "step-start":

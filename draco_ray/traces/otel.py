@@ -356,7 +356,7 @@ def _trace(of_trace: list[Span], trace_id: str, reading: ReadOptions) -> Trace:
         agent = _agent(span, by_id)
         if agent and _around(agent, by_id) == _around(main, by_id) and continues_conversation(said, call.inputs):
             # A handoff: another agent continues the conversation, and the same agent or tool started both agents.
-            # A model call outside any agent is not a handoff: it may ask for a title.
+            # A model call that belongs to no agent is not a handoff; it may, for example, generate a title.
             agents.add(agent)
         if agent in agents:
             said = call.inputs + call.outputs

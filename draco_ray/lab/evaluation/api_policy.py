@@ -52,7 +52,7 @@ class ApiPolicies:
 
 @dataclass(frozen=True, slots=True)
 class ChatPolicy:
-    """A policy that is a chat endpoint."""
+    """A policy behind a chat endpoint."""
 
     complete: Completer
     """Client of the model; limits the tokens of a turn."""

@@ -42,7 +42,7 @@ class MemoryItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """Memory of one learner worker: items that are always there, and items added at each of three moments."""
+    """Memory of one learner worker: what is always allocated, and what each of three moments adds."""
 
     resident: tuple[MemoryItem, ...]
     forward: tuple[MemoryItem, ...]

@@ -40,7 +40,7 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
 
 
 def reply(request: TurnRequest, turn: TurnReply) -> Json:
-    """The body of the response: Anthropic's object ``message``."""
+    """The response's body: a ``message`` object of Anthropic's API."""
     blocks: list[Json] = []
     if turn.reasoning and request.reasoning_shown:
         blocks.append({"type": "thinking", "thinking": turn.reasoning, "signature": "unsigned"})

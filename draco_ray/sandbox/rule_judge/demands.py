@@ -30,7 +30,7 @@ _COMPARISONS = [(operator, _compiled(words)) for words, operator in RULE_TABLES[
 
 @dataclass(frozen=True, slots=True)
 class NamedList:
-    """A list that tasks name, such as the liked songs, and the APIs of its app that read it."""
+    """A list named in task instructions, such as the liked songs, and the APIs of its app that read it."""
 
     name: str
     words: re.Pattern[str]
