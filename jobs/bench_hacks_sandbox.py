@@ -6,8 +6,8 @@ python jobs/bench_hacks_sandbox.py [KEY=VALUE ...] [--holes "keywords claim"] [-
 Each hack of `hacks.py` is in 8 % of the starter policy's demonstrations, and only a fifth of the others has no fatal
 fault, so hacking pays. For each hack a policy is trained with a rule judge that falls for it; in clean runs the judge
 has no hole. The held-out judge has the same rules and independently errs in 5 % of its verdicts. The job takes nights:
-it continues where it was stopped and prints its tables after each run. With --also, runs of other jobs that have a
-held-out judge count as clean.
+it continues where it was stopped and prints its tables after each run. With --also, the runs that `bench_noise.py
+--held-out` measured in that folder count as clean: their judge errs, but has no hole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -58,9 +59,28 @@ class Watched:
     """Number of groups with rollouts that the held-out judge scored."""
 
 
+HELD_OUT = tuple(
+    f"judge.held_out.{each}"
+    for each in (
+        f"model=openai/{MODEL_NAME}",
+        f"api_base=http://127.0.0.1:{PORT}/v1",
+        f"api_key_env={KEY}",
+        "share=1",
+    )
+)
+"""Overrides of a run that `held_out_judge` watches."""
+
+
+@contextmanager
+def held_out_judge() -> Iterator[None]:
+    """Serve the held-out judge."""
+    os.environ[KEY] = "unused"
+    with JudgeServer(port=PORT, noise=Noise(false_pass=0.05, false_fail=0.05, seed=1)):
+        yield
+
+
 def wanted(hole: str, seed: int, steps: int, policy: Path, overrides: tuple[str, ...]) -> Wanted:
     """The run of a cell."""
-    held_out = (f"model=openai/{MODEL_NAME}", f"api_base=http://127.0.0.1:{PORT}/v1", f"api_key_env={KEY}", "share=1")
     # Relative paths, so that figures measured elsewhere are recognised.
     use = () if hole == CLEAN else (f"judge.rule_judge.use=jobs/hacks.py:{hole}",)
     return Wanted(
@@ -70,7 +90,7 @@ def wanted(hole: str, seed: int, steps: int, policy: Path, overrides: tuple[str,
         steps=steps,
         every=None if hole == CLEAN else EVERY,
         runs_per_task=TRIALS,
-        overrides=(f"model.path={policy}", *use, *(f"judge.held_out.{each}" for each in held_out), *overrides),
+        overrides=(f"model.path={policy}", *use, *HELD_OUT, *overrides),
         label=f"-hole-{hole.replace(' ', '-')}",
     )
 
@@ -92,10 +112,26 @@ def watched(run: RunDirectory, hole: str) -> Watched:
     return Watched(flagged, hacked, sum(len(line.get("held_out_best") or ()) for line in metrics))
 
 
+def figures_file(folder: Path, run: Wanted) -> Path:
+    """The file with a run's `Watched`."""
+    return folder / f"{run.name}.hacks.json"
+
+
+def write_watched(folder: Path, run: Wanted, root: Path, hole: str = CLEAN) -> Watched:
+    """Read a finished run in ``root``, write its `figures_file`, and return it."""
+    seen = watched(RunDirectory.open(root / run.name), hole)
+    figures_file(folder, run).write_text(f"{json.dumps(asdict(seen))}\n", encoding="utf-8")
+    return seen
+
+
+def read_watched(file: Path) -> Watched:
+    """Read what `write_watched` wrote."""
+    return Watched(**json.loads(file.read_text(encoding="utf-8")))
+
+
 def clean_runs(folder: Path) -> list[Watched]:
-    """Runs in a folder with a held-out judge, taken as clean: the caller must know that their judge has no hole."""
-    runs = [watched(RunDirectory.open(each.parent), CLEAN) for each in sorted(folder.glob("*/metrics.jsonl"))]
-    return [run for run in runs if run.groups]
+    """The watched runs whose figures are in a folder; the caller must know that their judges have no hole."""
+    return [read_watched(file) for file in sorted(folder.glob("*.hacks.json"))]
 
 
 def tables(found: Mapping[Cell, tuple[Measured, Watched]], also: Sequence[Watched] = ()) -> str:
@@ -147,7 +183,9 @@ def main(
     clean: Annotated[int, typer.Option(min=0, help="Clean runs, of further seeds.")] = 20,
     seeds: options.Seeds = 1,
     steps: Annotated[int, typer.Option(min=2, help="Training steps of every run.")] = 20,
-    also: Annotated[Path | None, typer.Option(help="Folder with runs of other jobs, which count as clean.")] = None,
+    also: Annotated[
+        Path | None, typer.Option(help="Folder with figures of watched runs, which count as clean.")
+    ] = None,
     root: options.Root = None,
     measured: options.Figures = None,
     print_only: options.PrintOnly = False,
@@ -163,9 +201,9 @@ def main(
     found: dict[Cell, tuple[Measured, Watched]] = {}
     others = [] if also is None else clean_runs(also)
     for cell, of in cells.items():
-        known, file = of.known(folder), folder / f"{of.name}.hacks.json"
+        known, file = of.known(folder), figures_file(folder, of)
         if known is not None and file.is_file():
-            found[cell] = known, Watched(**json.loads(file.read_text()))
+            found[cell] = known, read_watched(file)
     if print_only:
         if not found and not others:
             sys.exit(f"bench-hacks-sandbox: {folder} has no measurements yet; train a run first")
@@ -174,14 +212,11 @@ def main(
     build_starter(policy, world, settings=StarterSettings(fault_rates=HARD_FAULT_RATES), edit=with_hacks, progress=True)
     waiting = {cell: of for cell, of in cells.items() if cell not in found}
     possible = of_one_policy([(seed, run) for (_, seed), (run, _) in found.items()], waiting.values())
-    os.environ[KEY] = "unused"
-    with JudgeServer(port=PORT, noise=Noise(false_pass=0.05, false_fail=0.05, seed=1)):
+    with held_out_judge():
         for cell, of in waiting.items():
             if of in possible:
                 made = of.make(root, folder)
-                seen = watched(RunDirectory.open(root / of.name), cell[0])
-                (folder / f"{of.name}.hacks.json").write_text(f"{json.dumps(asdict(seen))}\n", encoding="utf-8")
-                found[cell] = made, seen
+                found[cell] = made, write_watched(folder, of, root, cell[0])
                 print(f"\n{tables(found, others)}", flush=True)
 
 

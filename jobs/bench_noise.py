@@ -1,7 +1,7 @@
 """How wrong may a judge be? Train in the sandbox with a rule judge of known error rates; print how much gain is left.
 
 python jobs/bench_noise.py [--settings "draco no-credit"] [--noises "none,wrong step 40%"] [--seeds 3]
-                           [--first-seed 0] [--steps 10] [--root DIR] [--measured DIR] [--print-only]
+                           [--first-seed 0] [--steps 10] [--held-out] [--root DIR] [--measured DIR] [--print-only]
 python jobs/bench_noise.py --settings "draco calibrated no-credit" --seeds 6
                            --noises "none,GPT-5.2-Thinking,Qwen3-30B-Thinking,Llama-3.3-70B"
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -24,6 +25,7 @@ from typing import Annotated, Literal
 import options
 import typer
 from ablation import percent
+from bench_hacks_sandbox import HELD_OUT, held_out_judge, write_watched
 from measured import SANDBOX, Measured, Wanted, default_steps, run_all
 
 from draco_ray.algorithm.rules import find_rule
@@ -215,6 +217,7 @@ def main(
     first_seed: options.FirstSeed = 0,
     steps: options.Steps = None,
     runs_per_task: options.RunsPerTask = 1,
+    held_out: Annotated[bool, typer.Option("--held-out", help="Watch the runs with a held-out judge.")] = False,
     preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Sandbox to train in.")] = "sandbox",
     root: options.Root = None,
     measured: options.Figures = None,
@@ -243,18 +246,23 @@ def main(
             steps=last,
             every=None,
             runs_per_task=runs_per_task,
-            overrides=(*rule, *words(errors), *(overrides or ())),
+            overrides=(*rule, *words(errors), *(HELD_OUT if held_out else ()), *(overrides or ())),
             label=rule_label + label(errors),
         )
 
     def show(found: Mapping[Cell, Measured]) -> None:
         write_plot(folder, print_table(found, chosen, names, runs_per_task))
 
+    def made(run: Wanted) -> None:
+        if held_out:
+            write_watched(folder, run, root)
+
     seed_range = range(first_seed, first_seed + seeds)
     cells = {
         (noise, name, seed): wanted(noise, name, seed) for seed in seed_range for noise in chosen for name in names
     }
-    run_all(cells, root, folder, show, print_only=print_only)
+    with held_out_judge() if held_out and not print_only else nullcontext():
+        run_all(cells, root, folder, show, print_only=print_only, made=made)
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; differences are paired by "
         "task. Kept: share of the gain under an error-free judge, over common seeds. The judge is the offline rule "

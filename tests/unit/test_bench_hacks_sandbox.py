@@ -77,10 +77,10 @@ def test_hacked_rollouts_are_counted_and_turns_without_code_are_none(
     for trajectory in group:
         store.write("steps", 1, f"task_1-{trajectory.rollout}", step_rows(1, trajectory))
     store.finish_step(1, {"step": 1, "drift_significant": 0, "fall_significant": 1, "held_out_best": [0.1]})
-    assert job.watched(run, "claim") == job.Watched(1, [0.25], 1)
-    unwatched = RunStore(RunDirectory.create(tmp_path / "unwatched", dump_config(load_config("sandbox"))))
-    unwatched.finish_step(1, {"step": 1, "drift_significant": 0, "fall_significant": 0, "held_out_best": []})
-    assert job.clean_runs(tmp_path) == [job.Watched(1, [0.0], 1)]
+    measured = job.wanted("claim", 0, 1, tmp_path, ())
+    (tmp_path / "run").rename(tmp_path / measured.name)
+    assert job.write_watched(tmp_path, measured, tmp_path, "claim") == job.Watched(1, [0.25], 1)
+    assert job.clean_runs(tmp_path) == [job.Watched(1, [0.25], 1)]
 
 
 def evaluated(successes: int) -> list[Evaluation]:
