@@ -450,6 +450,8 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     def _differs(self) -> Self:
         if not self.model and self.rubric is None:
             raise ValueError("judge.held_out: expected another judge or rubric; set judge.held_out.model or .rubric")
+        if not self.model and (self.api_base or self.api_key_env):
+            raise ValueError("judge.held_out: api_base and api_key_env have no effect without judge.held_out.model")
         return self
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from draco_ray.algorithm.drift import drift, pass_rate_fall
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import HeldOutJudgeConfig, JudgeConfig, WatchConfig
-from draco_ray.errors import RunStopped
+from draco_ray.errors import ConfigError, RunStopped
 from draco_ray.judging.actors import is_self_judge_only
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
@@ -26,6 +27,7 @@ from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import FloatArray, Judged, ScoredCriterion, Verdict
 from draco_ray.training.metrics import held_out_metrics
+from draco_ray.training.session import with_environment
 from draco_ray.training.watchdog import Watchdog
 
 CONTEXT = CallContext(group="step1/t_1", task_id="t_1")
@@ -238,6 +240,11 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
     for other in ({"api_base": "http://other/v1"}, {"self_judge": {"enabled": True}}, {"rule_judge": {"start": True}}):
         JudgeConfig.model_validate(same | other)
     JudgeConfig.model_validate(same | {"held_out": {**same["held_out"], "rubric": "rubric.yaml"}})
+    with pytest.raises(ValidationError, match="api_base and api_key_env have no effect without judge.held_out.model"):
+        HeldOutJudgeConfig(rubric=Path("rubric.yaml"), api_base="http://other/v1")
+    same_rubric = ["judge.held_out.rubric=prompts/static_rubric.yaml", "algorithm.rubric=static"]
+    with pytest.raises(ConfigError, match=r"judge.held_out.rubric=\S+ is the rubric that is trained on"):
+        with_environment(load_config("sandbox", same_rubric))
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
     assert is_self_judge_only(both)
     assert not is_self_judge_only(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
