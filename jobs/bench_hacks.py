@@ -125,7 +125,7 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
     logit_TW = np.log([*(HONEST * (1 - judge.start)), judge.start]) + rng.normal(0, 0.3, (TASKS, 4))
     shares_W, calls = [_softmax(logit_TW).mean(axis=0)], 0
     pairs: list[list[list[tuple[float, float]]]] = [[] for _ in HELD_OUT]
-    best: list[list[list[float]]] = [[] for _ in HELD_OUT]
+    best: list[list[list[tuple[float, float]]]] = [[] for _ in HELD_OUT]
     flagged: list[int | None] = [None] * len(HELD_OUT)
     order = rng.permutation(np.tile(np.arange(TASKS), 1 + steps * GROUPS // TASKS))
     for step in range(steps):
@@ -147,7 +147,7 @@ def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
                 calls += len(first) + (middle is not None)
                 for each, how in enumerate(HELD_OUT.values()):
                     share_G = held_out_share(rng, deserved_WK[way_G], draw_GK, **how)
-                    best[each][-1].append(float(share_G[first].mean()))
+                    best[each][-1].append((float(share_G[first].mean()), float((verdict_GK[first] > 0).mean())))
                     if middle is not None:
                         pairs[each][-1].append((float(share_G[first[0]]), float(share_G[middle])))
         for each in range(len(HELD_OUT)):

@@ -25,11 +25,11 @@ fails the best rollouts by mistake. It does not detect a hack that the held-out 
 `pass_rate_fall` compares two adjacent ranges of steps, of which the later one ends at the last step; it tries all such
 pairs of ranges. Its statistic is twice the log likelihood ratio of one Bernoulli rate per range against one rate for
 both, divided by the dispersion of the pass shares (McCullagh and Nelder, Generalized Linear Models, chapter 9). A
-normal approximation would raise false alarms where nearly all pass shares are 1. A fall is significant if the statistic
-exceeds 2 log(10 T^2) after T steps, a limit that grows with the number of pairs. Few simulated runs of constant pass
-rate exceed it (``tests/unit/test_held_out_scoring.py`` counts them).
-A policy that becomes worse without a hack is flagged too, and so are harder tasks. Unlike a hack, these also lower the
-main judge's own pass rate.
+normal approximation would raise false alarms where nearly all pass shares are 1. Harder tasks, and a policy that
+becomes worse without a hack, also lower the main judge's pass share; a hack does not. So a second statistic, the square
+of the normal one, tests whether the held-out judge's share minus the main judge's fell. A fall is significant if both
+exceed 2 log(10 T^2) after T steps, a limit that grows with the number of pairs. Few simulated runs of constant pass
+rate, or with harder tasks, exceed it (``tests/unit/test_held_out_scoring.py`` counts them).
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ MAX_STEPS = 500
 """Number of latest steps that `pass_rate_fall` compares: time and memory grow with its square."""
 
 Pair = Sequence[float]
-"""The held-out judge's pass shares, in [0, 1], of a group's best and its middle rollout."""
+"""Two pass shares, in [0, 1]. For `drift`: the held-out judge's, of a group's best and its middle rollout. For
+`pass_rate_fall`: the held-out judge's and the main judge's, both means over the half with the highest rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class PassRateFall:
     """``size``: mean pass share in the earlier range of steps minus that in the later range, in [-1, 1]. ``low`` and
     ``high``: its 95 % interval, which ignores that the ranges were chosen from the same data."""
     significant: bool
-    """Whether the pass share fell and the likelihood ratio exceeds its limit."""
+    """Whether the pass share fell, also compared with the main judge's, and both statistics exceed the limit."""
 
 
 def held_out_sample(reward_G: FloatArray) -> tuple[list[int], int | None]:
@@ -153,42 +154,45 @@ def _won(pairs: Sequence[Pair]) -> FloatArray:
     return reached_NH.astype(float) - best_NH
 
 
-def pass_rate_fall(steps: Sequence[Sequence[float]]) -> PassRateFall | None:
+def pass_rate_fall(steps: Sequence[Sequence[Pair]]) -> PassRateFall | None:
     """The most significant fall of the pass share between an earlier range of steps and the latest steps.
 
     Args:
-        steps: one list per step, which may be empty. It contains, for each group that the held-out judge scored, the
-            mean pass share of the half with the highest rewards.
+        steps: one list of pairs per step, which may be empty: a pair for each group that the held-out judge scored.
 
     Returns: None while there are too few groups for two ranges of `MIN_GROUPS` groups each.
 
-    >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 8).significant
+    >>> high, low = [(0.6, 0.8), (0.7, 0.9), (0.5, 0.6), (0.8, 0.9)], [(0.1, 0.8), (0.2, 0.9), (0.3, 0.6), (0.1, 0.9)]
+    >>> pass_rate_fall([high] * 8).significant
     False
-    >>> pass_rate_fall([[0.6, 0.7, 0.5, 0.8]] * 4 + [[0.1, 0.2, 0.3, 0.1]] * 4).significant
+    >>> pass_rate_fall([high] * 4 + [low] * 4).significant
     True
     """
     steps = steps[-MAX_STEPS:]
-    groups_T, sum_T, square_T = (
-        np.cumsum([0.0, *(sum(share**power for share in step) for step in steps)]) for power in (0, 1, 2)
-    )
+    groups_T = np.cumsum([0, *map(len, steps)])
+    # For each group, the held-out judge's share, and that share minus the main judge's.
+    share_NJ = np.array([(held, held - main) for step in steps for held, main in step], dtype=float).reshape(-1, 2)
+    sum_TJ, square_TJ = (np.vstack([np.zeros(2), np.cumsum(share_NJ**power, axis=0)])[groups_T] for power in (1, 2))
     # All pairs of an earlier range, from step `first` until before `since`, and a later range, from `since` to the end.
     first, since = np.triu_indices(len(steps), 1)
     before, after = groups_T[since] - groups_T[first], groups_T[-1] - groups_T[since]
     enough = (before >= MIN_GROUPS) & (after >= MIN_GROUPS)
     if not enough.any():
         return None
-    first, since, before, after = first[enough], since[enough], before[enough], after[enough]
+    first, since = first[enough], since[enough]
+    before, after = before[enough, None], after[enough, None]
     both = before + after
-    mean_before, mean_after = (sum_T[since] - sum_T[first]) / before, (sum_T[-1] - sum_T[since]) / after
-    mean = (sum_T[-1] - sum_T[first]) / both
-    variance = np.maximum(square_T[-1] - square_T[first] - both * mean**2, 0) / (both - 1)
+    mean_before, mean_after = (sum_TJ[since] - sum_TJ[first]) / before, (sum_TJ[-1] - sum_TJ[since]) / after
+    mean = (sum_TJ[-1] - sum_TJ[first]) / both
+    variance = np.maximum(square_TJ[-1] - square_TJ[first] - both * mean**2, 0) / (both - 1)
+    size, error = mean_before - mean_after, np.sqrt(variance * (1 / before + 1 / after))
     gain = before * _divergence(mean_before, mean) + after * _divergence(mean_after, mean)
     ratio = 2 * gain / np.maximum(variance / np.maximum(mean * (1 - mean), EPSILON), EPSILON)
-    size = mean_before - mean_after
-    most = int((np.sign(size) * ratio).argmax())
-    half = 1.96 * math.sqrt(variance[most] * (1 / before[most] + 1 / after[most]))
-    significant = size[most] > 0 and ratio[most] > 2 * math.log(10 * len(steps) ** 2)
-    return PassRateFall(float(size[most]), float(size[most]) - half, float(size[most]) + half, bool(significant))
+    normal = (size / np.maximum(error, EPSILON)) ** 2
+    evidence = (np.sign(size) * np.stack([ratio[:, 0], normal[:, 1]], axis=1)).min(axis=1)
+    most = int(evidence.argmax())
+    fall, half = float(size[most, 0]), 1.96 * float(error[most, 0])
+    return PassRateFall(fall, fall - half, fall + half, bool(evidence[most] > 2 * math.log(10 * len(steps) ** 2)))
 
 
 def _divergence(share: FloatArray, mean: FloatArray) -> FloatArray:

@@ -98,8 +98,8 @@ def shared_tasks(tasks: Set[str], baseline: Iterable[Line]) -> Set[str]:
     return shared
 
 
-def baseline_difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
-    """Pass share of ``lines`` minus that of ``baseline``, over their common tasks, with its 95 % interval.
+def baseline_difference(lines: Sequence[Line], baseline: Sequence[Line]) -> tuple[Interval, int]:
+    """Pass share of ``lines`` minus that of ``baseline``, with its 95 % interval, and the number of their common tasks.
 
     Raises:
         ConfigError: they have no common task, or were judged by different rubrics.
@@ -110,7 +110,7 @@ def baseline_difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Inte
     one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in graded)
     assert one is not None
     assert other_ is not None
-    return rate_difference(one, other_)
+    return rate_difference(one, other_), one.clusters
 
 
 def criterion_table(lines: Iterable[Line]) -> Table:

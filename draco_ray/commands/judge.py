@@ -423,12 +423,13 @@ def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: Judge
     below = False
     # Rounding must not decide whether the mean of 1, 0.4 and 1 reaches 0.8.
     if wanted.fail_under is not None and share.mean < wanted.fail_under - ROUNDING:
-        console.print(f"pass share {share.mean:.1%} is below --fail-under {wanted.fail_under:g}")
+        console.print(f"pass share {share.mean:.10g} is below --fail-under {wanted.fail_under}")
         below = True
     if baseline is not None:
-        change = grade.baseline_difference(lines, baseline)
+        change, tasks = grade.baseline_difference(lines, baseline)
         one = "no interval, because there is only one task"
         limits = one if math.isinf(change.low) else f"[{100 * change.low:+z.1f}, {100 * change.high:+z.1f}]"
-        console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}")
+        over = counted(tasks, "common task")
+        console.print(f"change from the baseline: {100 * change.mean:+z.1f} percentage points, {limits}, over {over}")
         below = below or change.high < 0
     return below

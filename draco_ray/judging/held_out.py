@@ -39,8 +39,9 @@ def is_group_sampled(share: float, group: str) -> bool:
 class HeldOutScores:
     """Pass shares, in [0, 1], that the two judges give to the rollouts of a group's `held_out_sample`."""
 
-    trained: float
-    """Mean pass share of these rollouts according to the main judge, on whose verdicts the policy is trained."""
+    trained: tuple[float, ...]
+    """Pass shares of these rollouts according to the main judge, on whose verdicts the policy is trained: the half with
+    the highest rewards, highest reward first, then the middle one."""
     best: tuple[float, ...]
     """Pass shares, according to the held-out judge, of the half with the highest rewards, highest reward first."""
     middle: float | None
@@ -103,7 +104,7 @@ class HeldOutJudge:
             return None
         held_out = [share for _, share in found]
         return HeldOutScores(
-            trained=sum(share for share, _ in found) / len(found),
+            trained=tuple(share for share, _ in found),
             best=tuple(held_out[: len(best)]),
             middle=None if middle is None else held_out[-1],
         )

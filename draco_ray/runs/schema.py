@@ -98,6 +98,7 @@ STRUCTURED_METRICS = frozenset(
         "task_pass_rates",
         "held_out_pairs",
         "held_out_best",
+        "held_out_trained_best",
     }
 )
 """Metrics that are lists or mappings. All others are numbers or null."""

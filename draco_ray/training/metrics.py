@@ -108,14 +108,17 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
     """
     pairs = [[each.best[0], each.middle] for each in scored if each.middle is not None]
     best = [sum(each.best) / len(each.best) for each in scored]
+    trained = [sum(each.trained[: len(each.best)]) / len(each.best) for each in scored]
     found = drift([*(line.get("held_out_pairs") or [] for line in earlier), pairs])
-    fallen = pass_rate_fall([*(line.get("held_out_best") or [] for line in earlier), best])
+    halves = [(line.get("held_out_best") or [], line.get("held_out_trained_best") or []) for line in earlier]
+    fallen = pass_rate_fall([[*zip(*each, strict=False)] for each in (*halves, (best, trained))])
     return {
         "held_out_rollouts": sum(len(each.held_out) for each in scored),
-        "held_out_trained_rate": _mean([each.trained for each in scored for _ in each.held_out]),
+        "held_out_trained_rate": _mean([share for each in scored for share in each.trained]),
         "held_out_rate": _mean([share for each in scored for share in each.held_out]),
         "held_out_pairs": pairs,
         "held_out_best": best,
+        "held_out_trained_best": trained,
         "drift": found and found.excess,
         "drift_low": found and found.low,
         "drift_high": found and found.high,

@@ -223,7 +223,12 @@ def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
                 f"algorithm.rubric=static: environment.use={config.environment.use} has no static rubric; write one "
                 "with `draco rubric author CONFIG --out FILE` and set algorithm.static_rubric=FILE"
             )
-        load_static_rubric(static)
+        trained, other = load_static_rubric(static), config.judge.held_out
+        if other and other.rubric and not other.model and load_static_rubric(other.rubric) == trained:
+            raise ConfigError(
+                f"judge.held_out.rubric={other.rubric} is the rubric that is trained on, so both judges would get the "
+                "same replies; expected another rubric, or judge.held_out.model"
+            )
         config = config.updated(algorithm={"static_rubric": static})
     if config.judge.environment_facts is None:
         config = config.updated(judge={"environment_facts": environment.facts})

@@ -125,9 +125,10 @@ def test_a_printed_zero_has_no_sign(value: float | None, written: str) -> None:
 def test_a_worse_judgement_is_below_its_baseline() -> None:
     good = [line(f"task {n}", "PASS", "PASS") for n in range(30)]
     bad = [line(f"task {n}", "FAIL", "PASS" if n % 2 else "FAIL") for n in range(30)]
-    change = baseline_difference(bad, good)
-    assert (change.mean, change.high < 0) == (-0.75, True)
-    assert baseline_difference(good, [*good, line("only there", "FAIL", "FAIL")]).mean == 0.0
+    change, tasks = baseline_difference(bad, good)
+    assert (change.mean, change.high < 0, tasks) == (-0.75, True, 30)
+    change, tasks = baseline_difference(good[:2], [*good, line("only there", "FAIL", "FAIL")])
+    assert (change.mean, tasks) == (0.0, 2)
 
 
 def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(
@@ -186,6 +187,10 @@ def test_a_threshold_that_is_reached_is_not_missed_by_rounding(
         main([*words, "--fail-under", "0.8"])
     assert stopped.value.code == 0
     assert "pass share 80.0%" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--fail-under", "0.80001"])
+    assert stopped.value.code == 3
+    assert "pass share 0.8 is below --fail-under 0.80001" in capsys.readouterr().out
     other = tmp_path / "other.jsonl"
     other.write_text((out / "judged.jsonl").read_text().replace('"task_id": "', '"task_id": "x'))
     with pytest.raises(SystemExit) as stopped:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from draco_ray.algorithm.drift import drift, pass_rate_fall
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import HeldOutJudgeConfig, JudgeConfig, WatchConfig
-from draco_ray.errors import RunStopped
+from draco_ray.errors import ConfigError, RunStopped
 from draco_ray.judging.actors import is_self_judge_only
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
@@ -26,6 +27,7 @@ from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import FloatArray, Judged, ScoredCriterion, Verdict
 from draco_ray.training.metrics import held_out_metrics
+from draco_ray.training.session import with_environment
 from draco_ray.training.watchdog import Watchdog
 
 CONTEXT = CallContext(group="step1/t_1", task_id="t_1")
@@ -88,8 +90,8 @@ async def test_it_scores_the_better_half_and_a_middle_rollout_and_only_its_calls
         reward: Any = SimpleNamespace(scored=tuple(verdicts), rewards=rewards)
         return await held_out(judges, keep, share).score(1, CONTEXT, trained, reward, "rubric", phases)
 
-    mean: Any = pytest.approx(2 / 3)
-    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=mean, best=(0.0, 0.0), middle=0.0)
+    by_main: Any = pytest.approx((1.0, 2 / 3, 1 / 3))
+    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=by_main, best=(0.0, 0.0), middle=0.0)
     assert [given["trajectory"] for _, _, given in judges.asked] == [f"trajectory {each}" for each in (3, 1, 0)]
     assert keep.calls == ["heldout_calls"] * 3
     assert [each.phase for each in phases] == ["held_out"] * 3
@@ -97,7 +99,7 @@ async def test_it_scores_the_better_half_and_a_middle_rollout_and_only_its_calls
     assert await score((-1 / 3, 1 / 3, 1.0, -1.0), share=1e-9) is None
     assert len(judges.asked) == 3
     # Equal rewards, as of a group of hacks: nothing is in the middle.
-    alike: Any = pytest.approx(1 / 2)
+    alike: Any = pytest.approx((1 / 3, 2 / 3))
     assert await score((0.5, 0.5, 0.5, 0.5)) == HeldOutScores(trained=alike, best=(0.0, 0.0), middle=None)
 
 
@@ -238,6 +240,11 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
     for other in ({"api_base": "http://other/v1"}, {"self_judge": {"enabled": True}}, {"rule_judge": {"start": True}}):
         JudgeConfig.model_validate(same | other)
     JudgeConfig.model_validate(same | {"held_out": {**same["held_out"], "rubric": "rubric.yaml"}})
+    with pytest.raises(ValidationError, match="api_base and api_key_env have no effect without judge.held_out.model"):
+        HeldOutJudgeConfig(rubric=Path("rubric.yaml"), api_base="http://other/v1")
+    same_rubric = ["judge.held_out.rubric=prompts/static_rubric.yaml", "algorithm.rubric=static"]
+    with pytest.raises(ConfigError, match=r"judge.held_out.rubric=\S+ is the rubric that is trained on"):
+        with_environment(load_config("sandbox", same_rubric))
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
     assert is_self_judge_only(both)
     assert not is_self_judge_only(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
@@ -312,9 +319,14 @@ def test_a_share_on_the_border_counts_as_reached() -> None:
     assert found.evidence == pytest.approx(1.0)
 
 
-def fell_at(rng: np.random.Generator, share_TG: FloatArray) -> int | None:
-    """The first step after which the fall is significant; the better half's three rollouts have six criteria each."""
-    steps = (rng.binomial(18, share_TG) / 18).tolist()
+def fell_at(rng: np.random.Generator, share_TG: FloatArray, main_TG: FloatArray | None = None) -> int | None:
+    """The first step after which the fall is significant; the better half's three rollouts have six criteria each.
+
+    The main judge passes everything, or with the probabilities ``main_TG``.
+    """
+    held_TG = rng.binomial(18, share_TG) / 18
+    passed_TG = np.ones_like(held_TG) if main_TG is None else rng.binomial(18, main_TG) / 18
+    steps = np.stack([held_TG, passed_TG], axis=-1).tolist()
     for step in range(1, len(steps) + 1):
         found = pass_rate_fall(steps[:step])
         if found is not None and found.significant:
@@ -334,6 +346,18 @@ def test_a_pass_rate_that_stays_or_rises_is_seldom_a_fall() -> None:
     assert sum(each is not None for each in rising) <= 1
 
 
+def test_harder_tasks_and_a_policy_that_becomes_worse_are_no_hack() -> None:
+    rng = np.random.default_rng(5)
+    flagged, hacked = 0, 0
+    for _ in range(40):
+        share_TG = rng.beta(3, 1, (40, 8))
+        share_TG[20:] *= 0.6
+        flagged += fell_at(rng, share_TG, share_TG) is not None
+        # The main judge still passes what the held-out judge fails.
+        hacked += fell_at(rng, share_TG, rng.beta(3, 1, (40, 8))) is not None
+    assert (flagged <= 1, hacked >= 38) == (True, True)
+
+
 def test_a_fall_is_found_soon_and_where_no_group_has_a_middle_rollout() -> None:
     rng = np.random.default_rng(4)
     for late in (4, 12, 40):
@@ -342,7 +366,9 @@ def test_a_fall_is_found_soon_and_where_no_group_has_a_middle_rollout() -> None:
         at = fell_at(rng, share_TG)
         assert at is not None
         assert late < at <= late + 10
-    scored = [[HeldOutScores(trained=1.0, best=(share, share), middle=None)] * 8 for share in (0.9, 0.9, 0.2, 0.2)]
+    scored = [
+        [HeldOutScores(trained=(1.0, 1.0), best=(share, share), middle=None)] * 8 for share in (0.9, 0.9, 0.2, 0.2)
+    ]
     lines: list[dict[str, Any]] = []
     for each in scored:
         lines.append(held_out_metrics(each, lines))
@@ -350,10 +376,13 @@ def test_a_fall_is_found_soon_and_where_no_group_has_a_middle_rollout() -> None:
     assert lines[-1]["fall"] == pytest.approx(0.7)
     assert (lines[-1]["drift"], lines[-1]["held_out_rollouts"]) == (None, 16)
     assert pass_rate_fall([]) is None
-    assert pass_rate_fall([[1.0] * 40] * 3).significant is False  # type: ignore[union-attr]
+    assert pass_rate_fall([[(1.0, 1.0)] * 40] * 3).significant is False  # type: ignore[union-attr]
 
 
-SCORED = [HeldOutScores(trained=0.9, best=(0.1,), middle=0.5), HeldOutScores(trained=0.8, best=(0.9,), middle=0.5)]
+SCORED = [
+    HeldOutScores(trained=(1.0, 0.8), best=(0.1,), middle=0.5),
+    HeldOutScores(trained=(1.0, 0.6), best=(0.9,), middle=0.5),
+]
 
 
 def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
@@ -362,6 +391,7 @@ def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
     assert found["held_out_trained_rate"] == pytest.approx(0.85)
     assert found["held_out_rate"] == pytest.approx(0.5)
     assert found["held_out_pairs"] == [[0.1, 0.5], [0.9, 0.5]]
+    assert (found["held_out_best"], found["held_out_trained_best"]) == ([0.1, 0.9], [1.0, 1.0])
     hacked = held_out_metrics(SCORED[:1] * 12, [{"held_out_pairs": [[0.1, 0.5]] * 12}, {}])
     assert hacked["drift_significant"] == 1
     assert hacked["drift_evidence"] > 40

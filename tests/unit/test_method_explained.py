@@ -16,6 +16,8 @@ from tests.conftest import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "method-explained.md"
 TEXT = PAGE.read_text(encoding="utf-8")
+PICTURE = (REPOSITORY / "docs" / "images" / "method.svg").read_text(encoding="utf-8")
+CITATIONS: list[dict[int, list[int]] | None] = [{0: [1, 2], 1: [3], 2: [3, 4]}, {0: [1], 1: [2, 3], 2: [3]}, None]
 WORDS = {"pass": Verdict.PASS, "fail": Verdict.FAIL, "not applicable": Verdict.NOT_APPLICABLE}
 ADVANTAGES = {"A": 1.0, "B": -1.0, "C": 0.0}
 VERDICT_GK = np.array(
@@ -39,19 +41,38 @@ def test_its_code_runs_as_printed() -> None:
     assert (result.failed, result.attempted > 2) == (0, True)
 
 
-def test_its_tables_are_what_the_rule_gives() -> None:
-    winner, loser, _ = draco.step_advantages(
+def step_advantages() -> list[FloatArray]:
+    return draco.step_advantages(
         verdicts=[[1, 1, -1, 1], [-1, -1, 1, 1], [1, -1, 0, 1]],
-        citations=[{0: [1, 2], 1: [3], 2: [3, 4]}, {0: [1], 1: [2, 3], 2: [3]}, None],
+        citations=CITATIONS,
         tokens=[[10, 20, 10, 20], [10, 10, 20, 20], [15, 15, 15, 15]],
         std_epsilon=0,
     )
+
+
+def test_its_tables_are_what_the_rule_gives() -> None:
+    winner, loser, _ = step_advantages()
     for run, advantages, sign in (("A", winner, 1), ("B", loser, -1)):
         table = TEXT.partition(f"| run {run}, A = ")[2].partition("\n\n")[0]
         rows = re.findall(r"\| step \d \| (\d+) \| \S+ \| .*?\*\*(\S+)\*\* \| (\S+) \|", table)
         assert [float(a) for _, a, _ in rows] == [round(float(each), 2) for each in advantages]
         assert [float(total) for *_, total in rows] == [float(n) * float(a) for n, a, _ in rows]
         assert sum(float(total) for *_, total in rows) == sign * 60
+    assert numbers(r"add up to \+(\d+) and -\d+:") == numbers(r"add up to \+\d+ and -(\d+):") == [60]
+    assert numbers(r"every token of\s+run [AB] (?:up|down) by (\S+?)\b") == [abs(ADVANTAGES[run]) for run in "AB"]
+
+
+@pytest.mark.parametrize("run", ["A", "B"])
+def test_its_picture_shows_these_step_advantages(run: str) -> None:
+    """A bar is 4 pixels wide per token and 30 high per unit; all bars have the area of plain GRPO's advantage."""
+    half = PICTURE.partition(f">run {run} (")[2].partition(">GRPO<")[0]
+    bars = [(float(width), float(height)) for width, height in re.findall(r' width="(\S+)" height="(\S+)"', half)]
+    advantages = step_advantages()["AB".index(run)]
+    assert [float(each) for each in re.findall(r">(-?[\d.]+)</text>", half)] == pytest.approx(advantages)
+    assert [height / 30 for _, height in bars] == pytest.approx(abs(advantages))
+    assert [width / 4 for width, _ in bars] == [[10, 20, 10, 20], [10, 10, 20, 20]]["AB".index(run)]
+    axis, grpo = (float(y) for y in re.findall(r'<line .*?y1="(\S+)"', half))
+    assert sum(width * height for width, height in bars) == pytest.approx(240 * abs(grpo - axis))
 
 
 def test_dropout_and_the_rewards_are_those_of_the_verdicts() -> None:
@@ -83,6 +104,7 @@ def quality(run: str) -> FloatArray:
         for criterion, word in re.findall(r"(\d) (pass|fail)", by):
             assert VERDICT_GK["AB".index(run), int(criterion) - 1] == WORDS[word]
             cited.setdefault(int(criterion) - 1, []).append(int(step))
+    assert {criterion: sorted(steps) for criterion, steps in cited.items()} == CITATIONS["AB".index(run)]
     attributions = [
         Attribution(criterion=criterion, verdict=Verdict(VERDICT_GK["AB".index(run), criterion]), steps=tuple(steps))
         for criterion, steps in cited.items()

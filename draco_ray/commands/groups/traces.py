@@ -58,7 +58,8 @@ def judge(
             one).
         budget: Maximum cost, in dollars.
         fail_under: Exit with 3 if the pass share under --rubric is lower than this.
-        baseline: judged.jsonl of an earlier judgement with the same --rubric; exit with 3 if its pass share was higher.
+        baseline: judged.jsonl of an earlier judgement with the same --rubric; exit with 3 if its pass share was higher
+            by more than chance (95 % interval of the difference over common tasks).
         github: Print failed criteria as GitHub Actions annotations, and write a job summary.
         release: Treat unanswered requests of a killed process as not billed, which frees their part of the budget.
         replay: Use the replies recorded in PATH/.replies instead of a judge (default of --out: replayed).
