@@ -444,7 +444,7 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     """File with the criteria that it scores by, as for algorithm.static_rubric; null: the rubric of the group."""
     share: float = Field(0.75, gt=0, le=1)
     """Fraction of the groups that the held-out judge scores. In each it scores the half of the rollouts with the
-    highest rewards and one rollout of the other half, at most G/2 + 1 of G rollouts."""
+    highest rewards and one rollout of the other half, at most G/2 + 1 of G rollouts, with score_votes calls each."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:

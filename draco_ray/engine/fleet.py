@@ -94,6 +94,7 @@ class EngineFleet:
 
         Raises:
             EngineError: an engine cannot load the update, or an engine's process has died too often.
+            CanaryFailed: as `failure`.
         """
         # Set this first, so that engines that are being set up load the update, too.
         self._weights, self._proof, self._proven = update, None, {}

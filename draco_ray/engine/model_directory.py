@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,19 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
     if chat_template is not None:
         tokenizer.chat_template = chat_template_text(chat_template)
     return tokenizer
+
+
+def save_tokenizer(path: str, out: Path, chat_template: str | None = None) -> None:
+    """Save the tokenizer that `load_tokenizer` loads, as the model's own files where it has them.
+
+    transformers 5 would rewrite them, naming a class that transformers 4 does not know.
+    """
+    from transformers.utils import cached_file
+
+    load_tokenizer(path, chat_template).save_pretrained(out)
+    for pattern in ("*token*.json", "vocab*", "merges.txt", "*.model"):
+        for file in Path(cached_file(path, "config.json")).parent.glob(pattern):
+            shutil.copyfile(file, out / file.name)
 
 
 def chat_template_text(value: str) -> str:

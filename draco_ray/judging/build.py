@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from draco_ray.config.schema import JudgeConfig
+from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.file_judge import FileJudge
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.panel import panel_judge, with_fallbacks
-from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, load_static_rubric
 
 if TYPE_CHECKING:
     from draco_ray.judging.endpoint import Servers
@@ -82,6 +85,24 @@ def prompts_of(config: JudgeConfig) -> Prompts:
     return load_prompts(
         config.prompts, evidence_key(config.files or config.cache), config.environment_facts, examples_of(config)
     )
+
+
+def file_digests(config: DracoConfig) -> dict[str, str]:
+    """SHA-256 digests of the contents of the judge's files (prompts, examples, static rubrics), by key and path.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    algorithm, judge = config.algorithm, config.judge
+    contents: dict[str, object] = {f"judge.prompts={judge.prompts}": dict(load_prompts(judge.prompts).templates)}
+    if judge.examples is not None:
+        contents[f"judge.examples={judge.examples}"] = examples_of(judge)
+    static = algorithm.static_rubric if algorithm.rubric == "static" else None
+    held_out = None if judge.held_out is None else judge.held_out.rubric
+    for key, path in (("algorithm.static_rubric", static), ("judge.held_out.rubric", held_out)):
+        if path is not None:
+            contents[f"{key}={path}"] = [asdict(criterion) for criterion in load_static_rubric(path)]
+    return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest() for name, content in contents.items()}
 
 
 def build_self_judge(

@@ -29,7 +29,7 @@ from draco_ray.learner.loss import (
     ratio_quantile,
 )
 from draco_ray.learner.model import AdaptedModel
-from draco_ray.learner.packing import MicroBatch, TokenSequence, common_prefix, concatenate, pack
+from draco_ray.learner.packing import InputSequence, MicroBatch, common_prefix, concatenate, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
 SUMS = (
@@ -388,16 +388,16 @@ def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 
-def _sequence(sample: TrainingSample) -> TokenSequence:
+def _sequence(sample: TrainingSample) -> InputSequence:
     """A sample up to its last valid token."""
     kept = trained_length(sample)
     prompt = min(sample.prompt_length, int(np.argmax(sample.loss_mask_T)))
-    return TokenSequence(sample.token_ids_T[:kept], sample.loss_mask_T[:kept], prompt)
+    return InputSequence(sample.token_ids_T[:kept], sample.loss_mask_T[:kept], prompt)
 
 
 def _one_sequence(token_ids_T: IntArray) -> MicroBatch:
     """A micro-batch of one sequence; all tokens but the first are targets."""
-    return concatenate([TokenSequence(token_ids_T, np.arange(len(token_ids_T)) > 0, 0)])
+    return concatenate([InputSequence(token_ids_T, np.arange(len(token_ids_T)) > 0, 0)])
 
 
 def trained_length(sample: TrainingSample) -> int:

@@ -55,7 +55,7 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_config import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError, first_line
 from draco_ray.learner.context_parallel import ContextParallelGroup
-from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
+from draco_ray.learner.packing import InputSequence, MicroBatch, concatenate, token_shard
 from draco_ray.learner.pointwise import fuse
 from draco_ray.learner.segments import UnsupportedLayer, install_attention
 from draco_ray.records import Adapter, FloatArray
@@ -584,7 +584,7 @@ class AdaptedModel:
         ids_T = np.arange(24)
         # All sequences share 17 tokens; the first, third and fourth share a prompt of 18 tokens.
         sequences = [
-            TokenSequence(
+            InputSequence(
                 np.append(ids_T[:prompt] % 7, ids_T[prompt : prompt + more] % 5),
                 ids_T[: prompt + more] >= prompt,
                 prompt,

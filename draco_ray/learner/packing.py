@@ -28,8 +28,8 @@ class Segment(NamedTuple):
     """Index of the earlier segment that these tokens continue; None: they begin a sequence."""
 
 
-class TokenSequence(NamedTuple):
-    """One sequence to be packed."""
+class InputSequence(NamedTuple):
+    """One sequence of a `MicroBatch`, with its targets."""
 
     token_ids_T: IntArray
     target_mask_T: BoolArray
@@ -102,7 +102,7 @@ def pack(sequences: Sequence[tuple[int, int, Hashable]], token_budget: int) -> l
     return [each.members for each in packed]
 
 
-def common_prefix(sequences: Sequence[TokenSequence]) -> int:
+def common_prefix(sequences: Sequence[InputSequence]) -> int:
     """Length of the common prefix of all prompts, in tokens; 0 if it is shorter than `SHORTEST_COMMON`."""
     shortest = min((each.prompt_length for each in sequences), default=0)
     equal_T = np.ones(shortest, dtype=bool)
@@ -112,7 +112,7 @@ def common_prefix(sequences: Sequence[TokenSequence]) -> int:
     return length if length >= SHORTEST_COMMON else 0
 
 
-def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
+def concatenate(sequences: Sequence[InputSequence]) -> MicroBatch:
     """Make a micro-batch: each shared prompt is followed by its sequences; targets keep the order of ``sequences``."""
     by_prompt: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
@@ -122,7 +122,7 @@ def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
     positions: list[IntArray] = []
     predictors: list[IntArray] = [np.zeros(0, dtype=np.int64) for _ in sequences]
 
-    def append(sequence: TokenSequence, first: int, end: int, after: int | None) -> int:
+    def append(sequence: InputSequence, first: int, end: int, after: int | None) -> int:
         start = segments[-1].start + segments[-1].length if segments else 0
         segments.append(Segment(start, end - first, after))
         tokens.append(sequence.token_ids_T[first:end])

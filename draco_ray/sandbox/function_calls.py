@@ -11,16 +11,19 @@ for it, and they see no loop if pages are requested one by one: a judge model wo
 
 from __future__ import annotations
 
+import ast
 import json
 import keyword
 import re
+import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
-# Code may imitate a call with this text. That is a syntax error in Python, so the step's output shows the failure.
+# Code may imitate a call with this text. Outside a string that is a syntax error, and the step's output shows it.
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
 _ERROR = re.compile(r"error: (?:\w+: )?")
@@ -65,7 +68,16 @@ def _calls(action: str) -> list[tuple[str, dict[str, Any]]]:
         if not (_is_name(app) and _is_name(api)):
             return []
         found.append((name, arguments))
-    return found
+    return [] if found and _is_python(action) else found
+
+
+def _is_python(action: str) -> bool:
+    """Whether a step is code, in which a call can only be quoted."""
+    with warnings.catch_warnings(), suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        warnings.simplefilter("ignore")
+        ast.parse(action)
+        return True
+    return False
 
 
 def _is_name(text: str) -> bool:
@@ -79,7 +91,7 @@ def _results(output: str | None, count: int) -> list[str | None]:
     at = {int(match[1]): match.span() for match in _NUMBERED.finditer(output)}
     begins = sorted(span for number, span in at.items() if number <= count)
     ends = [begin for begin, _ in begins[1:]] + [len(output)]
-    texts: list[str | None] = [output[begin:end].rstrip("\n") for (_, begin), end in zip(begins, ends, strict=True)]
+    texts: list[str | None] = [output[begin:end].rstrip("\n") for (_, begin), end in zip(begins, ends, strict=False)]
     return texts if len(texts) == count else [output] * count
 
 

@@ -4,6 +4,7 @@
 
     config.yaml, run.json, tables/, judge_cache/, metrics.jsonl    as in a training run
     traces.jsonl        one line per trace: its source, and its group and rollout number
+    judge_files.txt     digests of the judge's prompts, examples and pinned rubric
     judged/000012.json  a finished group
     judged.jsonl        one line per trace: reward, advantage, verdicts with evidence, steps
     report.html         the page
@@ -26,7 +27,7 @@ from draco_ray.config.config_signature import private_opener
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.prompts import load_static_rubric
+from draco_ray.judging.build import file_digests
 from draco_ray.judging.reply_cache import read_cost_ledger
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, lock_run, read_text, write_private
@@ -39,11 +40,12 @@ from draco_ray.traces.results import GROUP_ADAPTER, JudgedGroup, json_lines, jud
 GROUPS_A_STEP = 32
 JUDGED = "judged"
 JUDGED_FILE = "judged.jsonl"
+FILES_FILE = "judge_files.txt"
 TRACES_SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
-    # Paths, which may have moved; `_check_same` compares the criteria themselves.
+    # Paths, which may have moved; `_check_same` compares their contents.
     *("cache", "static_rubric"),
     # The judge's address, and the number of workers that call it.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
@@ -93,6 +95,7 @@ class JudgingRun:
                 directory.write_config(dump_config(config))
             if not (path / TRACES_FILE).is_file() or not _begun(path):
                 write_private(path / TRACES_FILE, index)
+                write_private(path / FILES_FILE, "".join(_judge_files(config)))
             yield cls(directory, groups)
 
     @property
@@ -214,14 +217,19 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
             f"--out {path}: {changed} differs from the earlier judgement there; choose a new folder, or use the same "
             "settings"
         )
-    pinned, groups = config.algorithm.static_rubric, sorted((path / JUDGED).glob("*.json"))
-    if config.algorithm.rubric != "static" or pinned is None or not groups:
-        return
-    # The rubric file may have been edited since.
-    if GROUP_ADAPTER.validate_json(groups[0].read_bytes()).rubric != load_static_rubric(pinned):
-        raise ConfigError(
-            f"--out {path}: the earlier judgement there used other criteria than {pinned} has now; choose a new folder"
-        )
+    before = read_text(path / FILES_FILE) if (path / FILES_FILE).is_file() else None
+    for line, file in _judge_files(config).items():
+        if before is not None and line not in before:
+            raise ConfigError(
+                f"--out {path}: the earlier judgement there used {file} before it was edited; choose a new folder, or "
+                "restore it"
+            )
+
+
+def _judge_files(config: DracoConfig) -> dict[str, str]:
+    """For each of the judge's files, a line with its key and the digest of its contents -> its path."""
+    digests = {(*name.split("=", 1), digest) for name, digest in file_digests(config).items()}
+    return {f"{key} {digest}\n": path for key, path, digest in sorted(digests)}
 
 
 def _begun(path: Path) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.chat import ChatTokenizer
-from draco_ray.engine.model_directory import load_tokenizer
+from draco_ray.engine.model_directory import save_tokenizer
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.learner.lora_learner import LoraLearner
@@ -70,7 +70,7 @@ def fine_tune(
             on_update(metrics.update, total, losses[-1])
     merged = learner.policy.peft.merge_and_unload()
     merged.save_pretrained(out)
-    load_tokenizer(config.model.path, config.model.chat_template).save_pretrained(out)
+    save_tokenizer(config.model.path, out, config.model.chat_template)
     return float(np.mean(losses))
 
 

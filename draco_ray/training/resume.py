@@ -23,8 +23,6 @@ from draco_ray.config.keys import flat
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.judging.labels import examples_of
-from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.records import Message
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_bytes, read_table, read_text, write_private
@@ -59,7 +57,7 @@ CHANGEABLE_KEYS = (
 same judge is reached, and what may be spent."""
 TASKS_FILE, PROMPTS_FILE = "tasks.json", "task_prompts.json"
 HELD_OUT, FILE_PREFIX = "", "/"
-"""Key of the held-out tasks in `PROMPTS_FILE`, and prefix of the keys of `judge_files`; no task has such an id."""
+"""Key of the held-out tasks in `PROMPTS_FILE`, and prefix of the keys of judge files; no task has such an id."""
 REUSED_TABLES = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -152,26 +150,6 @@ def adopt_tasks(
     return parts
 
 
-def judge_files(config: DracoConfig) -> dict[str, str]:
-    """Digests of the judge's files (prompts, examples, static rubrics), by their keys in the file `PROMPTS_FILE`.
-
-    Raises:
-        ConfigError: one of them cannot be used.
-    """
-    algorithm, judge = config.algorithm, config.judge
-    if algorithm.reward != "rubric":
-        return {}
-    contents: dict[str, object] = {f"judge.prompts={judge.prompts}": dict(load_prompts(judge.prompts).templates)}
-    if judge.examples is not None:
-        contents[f"judge.examples={judge.examples}"] = examples_of(judge)
-    static = algorithm.static_rubric if algorithm.rubric == "static" else None
-    held_out = None if judge.held_out is None else judge.held_out.rubric
-    for key, path in (("algorithm.static_rubric", static), ("judge.held_out.rubric", held_out)):
-        if path is not None:
-            contents[f"{key}={path}"] = [asdict(criterion) for criterion in load_static_rubric(path)]
-    return {f"{FILE_PREFIX}{name}": _digest(content) for name, content in contents.items()}
-
-
 def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
     """Tasks whose prompts have changed since `write_prompts` recorded them. Raises: as `edited_names`."""
     return edited_names(run, _prompt_digests(prompts))
@@ -190,7 +168,7 @@ def edited_names(run: RunDirectory, digests: Mapping[str, str]) -> list[str]:
 def write_prompts(
     run: RunDirectory, prompts: Mapping[str, Sequence[Message]], others: Mapping[str, str] | None = None
 ) -> None:
-    """Record digests of each task's prompt, of the held-out tasks, and of `judge_files`.
+    """Record digests of each task's prompt, of the held-out tasks, and of judge files.
 
     Tasks and files that no longer exist stay recorded, because they may come back. Raises: OSError, DamagedRun.
     """

@@ -21,6 +21,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ClusterError, ConfigError
+from draco_ray.judging.build import file_digests
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory, as_store_errors, lock_run
@@ -33,6 +34,7 @@ from draco_ray.training.cluster import wait_for_head_failure
 from draco_ray.training.held_out import is_complete
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
+    FILE_PREFIX,
     HELD_OUT,
     PROMPTS_FILE,
     TASKS_FILE,
@@ -42,7 +44,6 @@ from draco_ray.training.resume import (
     allowed_changes,
     edited_names,
     edited_tasks,
-    judge_files,
     rewind,
     write_prompts,
 )
@@ -221,8 +222,10 @@ def _checked(
 
 
 def _other_digests(config: DracoConfig) -> dict[str, str]:
-    """`judge_files`, and a digest of the held-out tasks with their ground truth, if they are measured."""
-    digests = judge_files(config)
+    """`file_digests`, and a digest of the held-out tasks with their ground truth, if they are measured."""
+    digests = {}
+    if config.algorithm.reward == "rubric":
+        digests = {f"{FILE_PREFIX}{name}": digest for name, digest in file_digests(config).items()}
     if config.train.evaluate_before_after:
         environment, tasks = _held_out_tasks(config)
         digests[HELD_OUT] = environment.digest(tasks)

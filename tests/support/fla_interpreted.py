@@ -28,7 +28,7 @@ from draco_ray.lab.planning.memory import saved_activation_bytes
 from draco_ray.lab.planning.model_shape import read_shape
 from draco_ray.learner import model
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.packing import TokenSequence, concatenate
+from draco_ray.learner.packing import InputSequence, concatenate
 from draco_ray.records import TrainingSample
 
 WORDS, PROMPT = 64, 20
@@ -114,7 +114,7 @@ def kept_by_layer(learner: LoraLearner, index: int) -> int:
 
 
 def row() -> Any:
-    return concatenate([TokenSequence(one.token_ids_T, one.loss_mask_T, PROMPT) for one in samples()])
+    return concatenate([InputSequence(one.token_ids_T, one.loss_mask_T, PROMPT) for one in samples()])
 
 
 def learned(folder: Path) -> tuple[torch.Tensor, torch.Tensor, LoraLearner]:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
+from draco_ray.engine.model_directory import (
+    architectures,
+    check_model_directory,
+    is_local,
+    load_tokenizer,
+    save_tokenizer,
+)
 from draco_ray.errors import EngineError
 from tests.support.tiny_model import build_tiny_model
 
@@ -115,6 +121,23 @@ def test_a_tokenizer_is_read_as_its_file_says_whatever_class_is_named(model: Pat
     tokenizer = load_tokenizer(str(model))
     assert tokenizer(text)["input_ids"] == before
     assert tokenizer.decode(before) == text
+
+
+def test_a_tokenizer_is_saved_as_the_models_own_files_with_the_template_that_is_used(
+    model: Path, tmp_path: Path
+) -> None:
+    # A model of transformers 4, which has its template in the configuration.
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    rewrite(model / "tokenizer_config.json", tokenizer_class="Qwen2TokenizerFast", chat_template=template)
+    (model / "special_tokens_map.json").write_text('{"eos_token": "<|im_end|>"}')
+    for number, chosen in enumerate((None, "{{ messages[0].content }}")):
+        out = tmp_path / str(number)
+        save_tokenizer(str(model), out, chosen)
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            assert (out / name).read_bytes() == (model / name).read_bytes()
+        assert load_tokenizer(str(out)).chat_template == (chosen or template)
+        assert not (out / "config.json").exists()
 
 
 def test_no_tokenizer(model: Path) -> None:

@@ -86,3 +86,9 @@ async def test_anything_but_one_answer_is_refused(client: ForkClient, text: str)
 
     with pytest.raises(EOFError, match="sent unexpected output"):
         await ask_twice()
+
+
+async def test_an_answer_over_the_limit_is_refused_even_in_one_part(client: ForkClient) -> None:
+    await client.order("task", 600, fork=True)
+    with pytest.raises(EOFError, match="sent an answer of more than 10 bytes"):
+        await client.exchange({}, 600, 10)

@@ -78,6 +78,11 @@ def test_several_calls_of_a_step_have_their_own_results() -> None:
     ]
 
 
+def test_calls_whose_results_are_not_numbered_share_the_output() -> None:
+    run = calls_as_code(run_of((call("a__b") + "\n" + call("a__c"), "Both are done.")))
+    assert [step.output for step in run.steps] == ["Both are done."] * 2
+
+
 def test_what_is_no_call_stays_as_it_is() -> None:
     odd = [
         "print(apis.spotify.login())",
@@ -89,6 +94,8 @@ def test_what_is_no_call_stays_as_it_is() -> None:
         '<tool_call>\n{"name": "a__b", "arguments": []}\n</tool_call>',
         "<tool_call>\n[1]\n</tool_call>",
         "<tool_call>\n" + "{" * 100_000 + "}\n</tool_call>",
+        f"print({call('a__b')!r})",
+        f'text = r"""\n{call("supervisor__complete_task")}"""\nprint("\\d")',
     ]
     run = run_of(*((action, "-") for action in odd))
     assert calls_as_code(run) == run

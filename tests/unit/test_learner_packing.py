@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from draco_ray.learner.packing import (
     SHORTEST_COMMON,
+    InputSequence,
     Segment,
-    TokenSequence,
     balance,
     common_prefix,
     concatenate,
@@ -69,8 +69,8 @@ def test_a_group_shares_its_prompt_and_a_row() -> None:
 
 
 def test_a_row_has_the_prompt_once_and_wanted_tokens_in_the_order_of_the_sequences() -> None:
-    def packable(token_ids: list[int], wanted: list[int], prompt: int) -> TokenSequence:
-        return TokenSequence(np.array(token_ids), np.isin(np.arange(len(token_ids)), wanted), prompt)
+    def packable(token_ids: list[int], wanted: list[int], prompt: int) -> InputSequence:
+        return InputSequence(np.array(token_ids), np.isin(np.arange(len(token_ids)), wanted), prompt)
 
     row = concatenate(
         [packable([7, 8, 1, 2], [2, 3], 2), packable([5, 6, 4], [1, 2], 1), packable([7, 8, 3], [2], 2)],
@@ -89,7 +89,7 @@ def test_what_all_prompts_begin_with_is_in_a_row_once() -> None:
     sequences = [[*system, 1, 2, 3], [*system, 4, 5], [*system, 1, 2, 6, 7], [*system, 8]]
     row = concatenate(
         [
-            TokenSequence(np.array(ids), np.arange(len(ids)) >= n + prompt, n + prompt)
+            InputSequence(np.array(ids), np.arange(len(ids)) >= n + prompt, n + prompt)
             for ids, prompt in zip(sequences, (2, 1, 2, 0), strict=True)
         ]
     )
@@ -104,13 +104,13 @@ def test_a_few_common_tokens_are_not_shared() -> None:
     ids_T = np.ones(SHORTEST_COMMON + 1, dtype=np.int64)
     ids_T[-2:] = 2, 3
     other_T = np.where(ids_T == 2, 4, ids_T)
-    sequences = [TokenSequence(ids, np.arange(len(ids)) == len(ids) - 1, len(ids) - 1) for ids in (ids_T, other_T)]
+    sequences = [InputSequence(ids, np.arange(len(ids)) == len(ids) - 1, len(ids) - 1) for ids in (ids_T, other_T)]
     assert common_prefix(sequences) == 0
     assert len(concatenate(sequences).segments) == 2
 
 
 def test_sequences_without_a_prompt_share_nothing() -> None:
-    alike = TokenSequence(np.array([1, 2]), np.array([False, True]), 0)
+    alike = InputSequence(np.array([1, 2]), np.array([False, True]), 0)
     assert concatenate([alike, alike]).segments == (Segment(0, 2, None), Segment(2, 2, None))
 
 
@@ -128,7 +128,7 @@ def test_dealing_goes_on_where_it_stopped() -> None:
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 9))
 def test_the_parts_of_a_row_are_the_row_and_what_fills_it_up(lengths: list[int], prompt: int, workers: int) -> None:
     row = concatenate(
-        [TokenSequence(np.arange(n) + 1, np.arange(n) >= min(prompt + 1, n - 1), min(prompt, n - 1)) for n in lengths]
+        [InputSequence(np.arange(n) + 1, np.arange(n) >= min(prompt + 1, n - 1), min(prompt, n - 1)) for n in lengths]
     )
     parts = [token_shard(row, worker, workers) for worker in range(workers)]
     tokens, filling = len(row.token_ids_T), -len(row.token_ids_T) % workers

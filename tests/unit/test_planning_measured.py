@@ -28,7 +28,7 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.model_shape import ModelShape, read_shape
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.packing import TokenSequence, concatenate
+from draco_ray.learner.packing import InputSequence, concatenate
 from draco_ray.records import TrainingSample
 
 # They are of what a learner takes on GPUs, and real updates of many models.
@@ -265,7 +265,7 @@ class Measured:
             for layer, mine in zip(layers, kept, strict=True):
                 patch.setattr(layer, "forward", watched(layer.forward, mine))
             self.learner.policy.logprobs(
-                concatenate([TokenSequence(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()])
+                concatenate([InputSequence(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()])
             )
         return [sum(tensor.untyped_storage().nbytes() for tensor in mine.values()) for mine in kept]
 

@@ -334,6 +334,8 @@ def test_a_demonstration_that_cannot_be_used_is_named(tmp_path: Path, row: objec
 
 def test_the_learner_makes_demonstrations_likelier_and_writes_a_whole_model(tmp_path: Path) -> None:
     path = build_tiny_model(tmp_path / "base")
+    settings = path / "tokenizer_config.json"
+    settings.write_text(settings.read_text().replace("TokenizersBackend", "PreTrainedTokenizerFast"))
     config = load_config(
         "sandbox", [f"model.path={path}", "learner.minibatch_prompts=2", "learner.learning_rate=1e-2", "seed=3"]
     )
@@ -357,6 +359,7 @@ def test_the_learner_makes_demonstrations_likelier_and_writes_a_whole_model(tmp_
     after = [_loss(tmp_path / "out", each) for each in samples]
     assert max(after) < 0.7 * losses[0]
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == chat.tokenizer.chat_template
+    assert (tmp_path / "out" / settings.name).read_bytes() == settings.read_bytes()
 
 
 def test_of_a_mixture_of_experts_what_is_beside_the_experts_learns(tmp_path: Path) -> None:

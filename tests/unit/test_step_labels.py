@@ -202,6 +202,7 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
     ("change", "message"),
     [
         ("nothing", "not JSON"),
+        (json.dumps(made_up()).replace('"opposite"', '"right"'), "the name 'right' is given twice"),
         ({"judges": {}}, "has no judges"),
         (
             {"judges": {"a": [[1]]}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -354,8 +355,20 @@ def test_a_pinned_rubric_that_was_edited_is_another_one(tmp_path: Path) -> None:
     assert judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned()) == first
     edited = {**canned_judge.CHEAPEST, "evaluator_instruction": "Pass if it is UA1."}
     mine.write_text(f"- {json.dumps(edited)}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"used other criteria than .*moved\.yaml has now; choose a new folder"):
+    with pytest.raises(ConfigError, match=r"used .*moved\.yaml before it was edited; choose a new folder"):
         judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
+
+
+def test_prompts_that_were_edited_are_other_ones(tmp_path: Path) -> None:
+    mine, out, groups = tmp_path / "prompts", tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
+    shutil.copytree("prompts/judge", mine)
+    config = {"judge": {"prompts": str(mine)}}
+    first = judge_sync(groups, MODEL, out=out, complete=Canned(), config=config)
+    assert judge_sync(groups, MODEL, out=out, complete=Canned(), config=config) == first
+    template = mine / "score_rubrics.txt"
+    template.write_text(template.read_text(encoding="utf-8") + "Be strict.\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"used .*prompts before it was edited; choose a new folder, or restore it"):
+        judge_sync(groups, MODEL, out=out, complete=Canned(), config=config)
 
 
 def test_a_folder_that_was_moved_is_gone_on_with(tmp_path: Path) -> None:

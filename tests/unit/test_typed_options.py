@@ -17,6 +17,7 @@ from draco_ray.config.ineffective_keys import check_training_keys
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.judges import OWN_JUDGE, NamedJudge, judge_config, open_completer
+from draco_ray.lab.evaluation.judged import judge_policy
 from draco_ray.traces.load import load_traces
 
 
@@ -191,6 +192,9 @@ def test_what_an_evaluation_takes_is_taken(tmp_path: Path) -> None:
     check_options(judged, *find_policy_and_config(judged, tmp_path), judged=True)
     with pytest.raises(ConfigError, match="--label: no effect, because this environment has no evaluator"):
         check_options(options("starter", label="A"), *find_policy_and_config(judged, tmp_path), judged=True)
+    outcome = find_policy_and_config(options("starter", "algorithm.reward=outcome"), tmp_path)
+    with pytest.raises(ConfigError, match=r"needs algorithm\.reward=rubric and judge\.self_judge\.enabled=false"):
+        judge_policy(*outcome, split="dev", runs=1, out=tmp_path / "out")
 
 
 def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused() -> None:

@@ -74,9 +74,9 @@ class ForkClient:
                     part = await loop.sock_recv(channel, 1 << 16)
                     if not part:
                         raise ConnectionError
-                    if len(received) > most_bytes:
-                        raise EOFError(f"sent an answer of more than {most_bytes} bytes")
                     received += part
+                    if len(received) > len(number) + most_bytes:
+                        raise EOFError(f"sent an answer of more than {most_bytes} bytes")
         except ConnectionError:
             raise EOFError("ended its process") from None
         if not received.startswith(number) or received.index(b"\n") + 1 < len(received):

@@ -66,8 +66,8 @@ def judge_policy(
         )
     if config.algorithm.reward != "rubric" or config.judge.self_judge.enabled:
         raise ConfigError(
-            f"draco evaluate: environment.use={use} has no evaluator, and the configuration has no judge; set one of "
-            "them"
+            f"draco evaluate: environment.use={use} has no evaluator, and the judge that replaces it "
+            "needs algorithm.reward=rubric and judge.self_judge.enabled=false; set both"
         )
     measured = {"evaluate_before_after": True, "evaluation_runs": runs}
     config, environment = resolve_config(config.updated(data={"eval_split": split}, train=measured))

@@ -19,7 +19,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ValidationError
@@ -107,10 +107,12 @@ def read_step_labels(path: Path) -> StepLabelFile:
     """Read a labels file.
 
     Raises:
-        ConfigError: the file is unreadable or invalid, or a judge does not have one label for every step.
+        ConfigError: the file is unreadable or invalid, has a name twice, or a judge does not have one label for every
+            step.
     """
     try:
-        found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8-sig")))
+        text = path.read_text(encoding="utf-8-sig")
+        found = StepLabelFile.model_validate(json.loads(text, object_pairs_hook=_without_duplicates))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from None
     except (json.JSONDecodeError, RecursionError) as error:
@@ -120,6 +122,8 @@ def read_step_labels(path: Path) -> StepLabelFile:
         where = ".".join(map(str, first["loc"])) or "the file"
         keys = ", ".join(StepLabelFile.model_fields)
         raise ConfigError(f"--labels {path}: {where}: {first['msg']}; expected an object with {keys}") from None
+    except ValueError as error:
+        raise ConfigError(f"--labels {path}: {error}") from None
     steps = [len(each.human) for each in found.trajectories]
     if not all(steps):
         raise ConfigError(f"--labels {path}: a trajectory has no steps")
@@ -141,6 +145,15 @@ def read_step_labels(path: Path) -> StepLabelFile:
             )
     if not found.judges:
         raise ConfigError(f"--labels {path}: the file has no judges")
+    return found
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the name {name!r} is given twice; rename one of them, or merge their labels")
+        found[name] = value
     return found
 
 
