@@ -15,7 +15,6 @@ measure is the bad steps' share of the push in trajectories with both bad and ot
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,11 +109,9 @@ def read_step_labels(path: Path) -> StepLabelFile:
         ConfigError: the file is unreadable or invalid, or a judge does not have one label for every step.
     """
     try:
-        found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8-sig")))
+        found = StepLabelFile.model_validate_json(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--labels {path}: not JSON: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
