@@ -1251,6 +1251,22 @@ def test_openhands_own_actions_are_no_steps(tmp_path: Path) -> None:
     assert trace.turns[1].text == "It ran ls."
 
 
+def test_what_a_benchmark_lets_the_agent_say_is_no_step(tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "Hi! How can I help you today?"}
+    simulated = {"task_id": "1", "termination_reason": "user_stop", "messages": [greeting, USER, LAST]}
+    (trace,) = read(tmp_path, [simulated])[0].traces
+    assert [(turn.role, turn.is_step) for turn in trace.turns] == [
+        ("earlier assistant", False),
+        ("user", False),
+        ("assistant", True),
+    ]
+    given = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Nothing.", "source": "input"}]
+    sample = {"id": "a", "messages": [*given, USER, {**LAST, "source": "generate"}]}
+    (trace,) = read(tmp_path, [{"eval": {"task": "t"}, "status": "success", "samples": [sample]}])[0].traces
+    assert [turn.text for turn in trace.turns] == [DONE]
+    assert [message.role for message in trace.prompt] == ["user", "earlier assistant", "user"]
+
+
 def test_what_claude_code_and_codex_print(tmp_path: Path) -> None:
     """Neither says what was asked; the prompt was on the command line."""
     claude_lines = [

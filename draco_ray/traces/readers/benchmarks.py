@@ -42,8 +42,13 @@ def _inspect_sample(sample: Any, reading: ReadOptions, task: str) -> Trace:
     first = next(iter(scores.values()), None) if isinstance(scores, Mapping) and scores else None
     value = get_field(first, "value")
     attached = sample.get("attachments")
+    messages = _attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})
+    for message in messages if isinstance(messages, list) else ():
+        if get_field(message, "source") == "input" and message.get("role") == AGENT:
+            # The task gave this message, as an example or as the history; the policy did not sample it.
+            message["role"] = EARLIER_AGENT
     return build_trace(
-        entries(_attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})),
+        entries(messages),
         sample,
         reading,
         task_id=f"{task}/{named_}".strip("/"),
@@ -64,6 +69,8 @@ def _attached(value: object, attachments: Mapping[str, Any]) -> object:
     return value
 
 
+TAU2_GREETING = "Hi! How can I help you today?"
+"""The agent's first message in every simulation, which tau2-bench writes itself."""
 TAU2_ENDS = {
     "user_stop": EpisodeEnd.FINISHED,
     "agent_stop": EpisodeEnd.FINISHED,
@@ -99,7 +106,7 @@ def read_tau2(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         if isinstance(told, str) and told:
             said = [Entry(role="system", text=escape_surrogates(told)), *said]
         task_id = printable_id(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
-        yield build_trace(
+        trace = build_trace(
             said,
             simulation,
             reading,
@@ -110,6 +117,10 @@ def read_tau2(record: Any, reading: ReadOptions) -> Iterator[Trace]:
             ended=TAU2_ENDS.get(str(simulation.get("termination_reason")), EpisodeEnd.UNSTATED),
             outcome=number(path_value(simulation, "reward_info.reward")),
         )
+        first, *rest = trace.turns
+        if first.text == TAU2_GREETING:
+            trace = replace(trace, turns=(replace(first, role=EARLIER_AGENT, message=False), *rest))
+        yield trace
 
 
 def _tau2_entries(messages: object) -> list[Entry]:
