@@ -1262,9 +1262,10 @@ def test_what_a_benchmark_lets_the_agent_say_is_no_step(tmp_path: Path) -> None:
     ]
     given = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Nothing.", "source": "input"}]
     sample = {"id": "a", "messages": [*given, USER, {**LAST, "source": "generate"}]}
-    (trace,) = read(tmp_path, [{"eval": {"task": "t"}, "status": "success", "samples": [sample]}])[0].traces
-    assert [turn.text for turn in trace.turns] == [DONE]
-    assert [message.role for message in trace.prompt] == ["user", "earlier assistant", "user"]
+    for record in ({"eval": {"task": "t"}, "status": "success", "samples": [sample]}, sample):
+        (trace,) = read(tmp_path, [record])[0].traces
+        assert [turn.text for turn in trace.turns] == [DONE]
+        assert [message.role for message in trace.prompt] == ["user", "earlier assistant", "user"]
 
 
 def test_what_claude_code_and_codex_print(tmp_path: Path) -> None:

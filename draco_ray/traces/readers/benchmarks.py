@@ -42,13 +42,8 @@ def _inspect_sample(sample: Any, reading: ReadOptions, task: str) -> Trace:
     first = next(iter(scores.values()), None) if isinstance(scores, Mapping) and scores else None
     value = get_field(first, "value")
     attached = sample.get("attachments")
-    messages = _attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})
-    for message in messages if isinstance(messages, list) else ():
-        if get_field(message, "source") == "input" and message.get("role") == AGENT:
-            # The task gave this message, as an example or as the history; the policy did not sample it.
-            message["role"] = EARLIER_AGENT
     return build_trace(
-        entries(messages),
+        entries(_attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})),
         sample,
         reading,
         task_id=f"{task}/{named_}".strip("/"),
