@@ -102,7 +102,7 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
     by_criterion: list[tuple[int, Sequence[int], Verdict | None]]
     if isinstance(cited, Mapping):
         by_criterion = [(criterion, steps, None) for criterion, steps in cited.items()]
-    elif all(isinstance(each, Attribution) for each in cited or ()):
+    elif cited is None or (isinstance(cited, Sequence) and all(isinstance(each, Attribution) for each in cited)):
         by_criterion = [(each.criterion, each.steps, each.verdict) for each in cited or ()]
     else:
         raise ValueError(f"citations are {cited!r:.80}, expected a mapping from criterion to steps, or attributions")

@@ -113,6 +113,9 @@ def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON
         exponent = -int(np.frexp(largest)[1])
         with np.errstate(over="ignore"):
             reward_G, std_epsilon = np.ldexp(reward_G, exponent), float(np.ldexp(std_epsilon, exponent))
+    if np.ptp(reward_G) < 1e-9 * np.abs(reward_G).max():
+        # The mean of rewards this close to each other would be rounded by as much as they differ.
+        reward_G = reward_G - reward_G[0]
     return (reward_G - reward_G.mean()) / (reward_G.std(ddof=1) + std_epsilon)
 
 

@@ -28,6 +28,8 @@ POLL_SECONDS = 0.5
 """Time between two checks for a reply."""
 SETTLE_SECONDS = 2.0
 """Time without growth after which a reply is read: a model's output, redirected into the file, arrives in pieces."""
+PAUSE_SECONDS = 60.0
+"""The same while the JSON is incomplete: programs may write their output in blocks of some kilobytes."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 MAX_NAMED_PROMPTS = 20
@@ -148,13 +150,17 @@ class FileJudge:
         self._waiting.add(name)
         try:
             while True:
-                found, now = path.stat() if path.exists() else None, time.monotonic()
-                if size != (size_now := found.st_size if found else 0):
-                    size, grown = size_now, now
-                # The modification time can show that a reply is complete, unless the clock of a file server is ahead.
-                old = found is not None and time.time() - found.st_mtime > SETTLE_SECONDS
-                if size and (old or now - grown > SETTLE_SECONDS):
-                    return path.read_text(encoding="utf-8")
+                try:
+                    found, now = path.stat(), time.monotonic()
+                    if size != found.st_size:
+                        size, grown = found.st_size, now
+                    # The modification time can show that a reply is complete, unless a file server's clock is ahead.
+                    idle = max(now - grown, time.time() - found.st_mtime)
+                    if size and idle > SETTLE_SECONDS and (idle > PAUSE_SECONDS or _closed(path.read_bytes())):
+                        return path.read_text(encoding="utf-8-sig")
+                except FileNotFoundError:
+                    # It is not written yet, or another process has just renamed it.
+                    size = 0
                 await asyncio.sleep(POLL_SECONDS)
                 self._remind()
         finally:
@@ -174,9 +180,15 @@ class FileJudge:
         if idle := sorted(self._not_asked()):
             log.warning("this command does not wait for replies to: %s", _listed(idle))
         for name in sorted(self._waiting):
-            for stray in self._directory.glob(f"{name}*"):
+            for stray in self._directory.glob(f"{name.partition('-')[0]}[!0-9]*"):
                 if stray.name.removeprefix(name) not in (PROMPT, SCHEMA, REPLY, f"{REPLY}.refused"):
                     log.warning("%s is ignored; the reply is read from %s%s", stray, name, REPLY)
+
+
+def _closed(reply: bytes) -> bool:
+    """Whether a reply contains JSON, all of whose brackets are closed."""
+    opened, closed = (sum(reply.count(each) for each in brackets) for brackets in ((b"{", b"["), (b"}", b"]")))
+    return 0 < opened <= closed
 
 
 def _listed(names: list[str]) -> str:

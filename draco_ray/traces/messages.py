@@ -31,6 +31,7 @@ from typing import Any, cast
 
 from draco_ray.traces.entry import (
     AGENT,
+    EARLIER_AGENT,
     BadTrace,
     Entry,
     ToolCall,
@@ -267,7 +268,8 @@ def _role(role: str, message: Fields) -> str:
     if any(map(CALL_ROLE.fullmatch, kinds)):
         return TOOL_CALL_ROLE
     if role in AGENT_ROLES:
-        return AGENT
+        # Inspect marks what the task gave, such as examples; the policy did not sample it.
+        return EARLIER_AGENT if message.get("source") == "input" else AGENT
     if role in ("developer", "system"):
         return "system"
     name = message.get("name")

@@ -85,6 +85,14 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
             {"citations": [[1, 2], None]},
             "rollout 0: citations are [1, 2], expected a mapping from criterion to steps, or attributions",
         ),
+        (
+            {"citations": [0, None]},
+            "rollout 0: citations are 0, expected a mapping from criterion to steps, or attributions",
+        ),
+        (
+            {"citations": [5, None]},
+            "rollout 0: citations are 5, expected a mapping from criterion to steps, or attributions",
+        ),
         ({"citations": [[cited(0, verdict=7)], None]}, "rollout 0: 7 is not a valid Verdict"),
         ({"tokens": [[20, 10], [10, 10.5]]}, "rollout 1: tokens are [10, 10.5], expected a whole number per step"),
         ({"tokens": [[[20, 10]], [10]]}, "rollout 0: tokens are [[20, 10]], expected a whole number per step"),
@@ -114,6 +122,15 @@ def test_rewards_of_any_size_are_standardised(scale: float) -> None:
     )
     assert found[0] == pytest.approx([-(0.5**0.5)] * 2)
     assert found[1] == pytest.approx([0.5**0.5] * len(TOKENS[1]))
+
+
+@pytest.mark.parametrize(("near", "far"), [(0.3, 0.1 + 0.2), (1.0, 1.0 + 2**-52), (1e200, 1e200 * (1 + 1e-15))])
+def test_rewards_that_differ_by_one_rounding_are_standardised(near: float, far: float) -> None:
+    verdicts, tokens = [[1], [1], [-1]], [[1], [1], [1]]
+    found = step_advantages(
+        verdicts=verdicts, citations=[None] * 3, tokens=tokens, reward=[near, far, near], std_epsilon=0.0
+    )
+    assert np.concatenate(found) == pytest.approx([-(3**-0.5), 2 * 3**-0.5, -(3**-0.5)])
 
 
 def test_epsilon_hides_what_is_far_below_it() -> None:

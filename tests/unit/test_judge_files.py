@@ -37,6 +37,7 @@ TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_judge, "SETTLE_SECONDS", 0.3)
+    monkeypatch.setattr(file_judge, "PAUSE_SECONDS", 0.3)
 
 
 def request(text: str = "Grade this.", *, vote: int = 0, phase: str = "score") -> Request:
@@ -116,18 +117,52 @@ async def test_a_model_may_pause_while_its_output_is_redirected_into_the_reply(
     assert (await waiting).text == '{"entries": []}'
 
 
+async def test_a_reply_that_arrives_in_blocks_is_read_when_its_json_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_judge, "PAUSE_SECONDS", 60.0)
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
+    prompts = await written(tmp_path, 1)
+    whole = '\ufeffI think "é". ```json\r\n{"entries": [{"title": "é"}]}\r\n```\r\n'.encode()
+    with prompts[0].with_name(prompts[0].name.replace(PROMPT, REPLY)).open("wb", buffering=0) as file:
+        for block in (whole[:12], whole[12:50], whole[50:]):
+            file.write(block)
+            await asyncio.sleep(1.2)
+    assert (await waiting).text == 'I think "é". ```json\n{"entries": [{"title": "é"}]}\n```\n'
+
+
+async def test_a_reply_may_vanish_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = Path.read_text
+
+    def renamed(path: Path, **given: str) -> str:
+        monkeypatch.setattr(Path, "read_text", read)
+        path.unlink()
+        return read(path, **given)
+
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
+    prompts = await written(tmp_path, 1)
+    reply = prompts[0].with_name(prompts[0].name.replace(PROMPT, REPLY))
+    monkeypatch.setattr(Path, "read_text", renamed)
+    reply.write_text("refused by another process")
+    await asyncio.to_thread(_until, lambda: not reply.exists())
+    reply.write_text("{}")
+    assert (await waiting).text == "{}"
+
+
+@pytest.mark.parametrize("wrong", [f"PROMPT{REPLY}", "0001.reply.txt", "0001-answer.json"])
 async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str
 ) -> None:
     waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
     (prompt,) = await written(tmp_path, 1)
-    Path(f"{prompt}{REPLY}").write_text("misnamed")
+    misnamed = tmp_path / wrong.replace("PROMPT", prompt.name)
+    misnamed.write_text("misnamed")
     await asyncio.to_thread(_until, lambda: len(caplog.messages) > 1)
     prompt.with_name(prompt.name.replace(PROMPT, REPLY)).write_text("right")
     assert (await waiting).text == "right"
     wanted = str(prompt).replace(PROMPT, REPLY)
     assert caplog.messages[0] == f"1 prompt waits for a reply: read {prompt}, then write {wanted}"
-    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is ignored; the reply is read from")
+    assert caplog.messages[1].startswith(f"{misnamed} is ignored; the reply is read from")
 
 
 async def test_all_waiting_prompts_and_refused_replies_are_named(

@@ -201,7 +201,8 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("nothing", "not JSON"),
+        ("nothing", "the file: Invalid JSON"),
+        ("", "the file: Invalid JSON"),
         (json.dumps(made_up()).replace('"opposite"', '"right"'), "the name 'right' is given twice"),
         ({"judges": {}}, "has no judges"),
         (
@@ -217,7 +218,12 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         ({"judges": {"a": [[False]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
         ({"trajectories": [{"q": 0, "human": [True, False], "final": -1}]}, "trajectories.0.human.0: Input should be"),
         ({"trajectories": [{"q": 0, "human": [1], "final": True}]}, "trajectories.0.final: Input should be -1 or 1"),
-        ("[" * 100_000, "not JSON"),
+        ("[" * 100_000, "the file: Invalid JSON"),
+        ('{"judges": {"\\ud800": [[1]]}, "trajectories": [{"q": 0, "human": [1], "final": 1}]}', "Invalid JSON"),
+        (
+            f'{{"judges": {{"a": [[1]]}}, "trajectories": [{{"q": 0, "human": [{"9" * 5000}], "final": 1}}]}}',
+            "number out of range",
+        ),
         ({"trajectories": [{"q": 1, "human": []}]}, "trajectories.0.final: Field required"),
         ({"trajectories": [{"q": 0, "human": [], "final": 1}]}, "a trajectory has no steps"),
         (

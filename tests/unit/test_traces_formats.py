@@ -1215,6 +1215,59 @@ def test_claude_codes_files_of_sub_agents_summaries_and_what_is_nobodys_word(tmp
     assert trace.turns[-1].text == DONE
 
 
+def test_two_messages_of_claude_code_are_two_steps_and_those_of_the_program_none(tmp_path: Path) -> None:
+    lines = [
+        claude(1, "user", ASKED),
+        claude(2, "assistant", [typed("text", text=SAID)]),
+        claude(3, "assistant", [typed("text", text=DONE)]),
+        claude(4, "assistant", [typed("text", text="No response requested.")]),
+    ]
+    lines[3]["message"]["model"] = "<synthetic>"
+    trace = read(tmp_path, lines)[0].traces[0]
+    assert [(turn.role, turn.text) for turn in trace.turns] == [
+        ("assistant", SAID),
+        ("assistant", DONE),
+        ("system", "No response requested."),
+    ]
+    assert [turn.is_step for turn in trace.turns] == [True, True, False]
+
+
+def test_openhands_own_actions_are_no_steps(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = [
+        {"source": "user", "action": "message", "args": {"content": ASKED}},
+        {"source": "agent", "action": "run", "args": {"command": "ls", "thought": SAID}},
+        {"source": "agent", "action": "condensation_request", "args": {}},
+        {"source": "agent", "action": "condensation", "args": {"forgotten_event_ids": [1], "summary": "It ran ls."}},
+        {"source": "agent", "action": "null", "args": {}},
+        {"source": "agent", "action": "change_agent_state", "args": {"agent_state": "finished"}},
+        {"source": "agent", "action": "finish", "args": {"final_thought": DONE}},
+    ]
+    (trace,) = read(tmp_path, [{"instance_id": "a", "history": events}])[0].traces
+    assert [(turn.role, turn.is_step) for turn in trace.turns] == [
+        ("assistant", True),
+        ("side call", False),
+        ("assistant", True),
+    ]
+    assert trace.turns[1].text == "It ran ls."
+
+
+def test_what_a_benchmark_lets_the_agent_say_is_no_step(tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "Hi! How can I help you today?"}
+    simulated = {"task_id": "1", "termination_reason": "user_stop", "messages": [greeting, USER, LAST]}
+    (trace,) = read(tmp_path, [simulated])[0].traces
+    assert [(turn.role, turn.is_step) for turn in trace.turns] == [
+        ("earlier assistant", False),
+        ("user", False),
+        ("assistant", True),
+    ]
+    given = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Nothing.", "source": "input"}]
+    sample = {"id": "a", "messages": [*given, USER, {**LAST, "source": "generate"}]}
+    for record in ({"eval": {"task": "t"}, "status": "success", "samples": [sample]}, sample):
+        (trace,) = read(tmp_path, [record])[0].traces
+        assert [turn.text for turn in trace.turns] == [DONE]
+        assert [message.role for message in trace.prompt] == ["user", "earlier assistant", "user"]
+
+
 def test_what_claude_code_and_codex_print(tmp_path: Path) -> None:
     """Neither says what was asked; the prompt was on the command line."""
     claude_lines = [

@@ -64,6 +64,8 @@ def _attached(value: object, attachments: Mapping[str, Any]) -> object:
     return value
 
 
+TAU2_GREETING = "Hi! How can I help you today?"
+"""The agent's first message in every simulation, which tau2-bench writes itself."""
 TAU2_ENDS = {
     "user_stop": EpisodeEnd.FINISHED,
     "agent_stop": EpisodeEnd.FINISHED,
@@ -99,7 +101,7 @@ def read_tau2(record: Any, reading: ReadOptions) -> Iterator[Trace]:
         if isinstance(told, str) and told:
             said = [Entry(role="system", text=escape_surrogates(told)), *said]
         task_id = printable_id(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
-        yield build_trace(
+        trace = build_trace(
             said,
             simulation,
             reading,
@@ -110,6 +112,10 @@ def read_tau2(record: Any, reading: ReadOptions) -> Iterator[Trace]:
             ended=TAU2_ENDS.get(str(simulation.get("termination_reason")), EpisodeEnd.UNSTATED),
             outcome=number(path_value(simulation, "reward_info.reward")),
         )
+        first, *rest = trace.turns
+        if first.text == TAU2_GREETING:
+            trace = replace(trace, turns=(replace(first, role=EARLIER_AGENT, message=False), *rest))
+        yield trace
 
 
 def _tau2_entries(messages: object) -> list[Entry]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.calls import SUB_AGENT
+from draco_ray.traces.calls import SIDE_CALL, SUB_AGENT
 from draco_ray.traces.entry import (
     AGENT,
     BadTrace,
@@ -72,12 +72,14 @@ def read_claude_code(lines: Any, reading: ReadOptions) -> Iterator[Trace]:
             said += entries([_of_cursor(line)])
         if not isinstance(message, Mapping):
             continue
-        of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
+        # Lines with the same message id are merged already.
+        item = not isinstance(message.get("id"), str)
+        of_line = [replace(each, item=item) if each.role == AGENT else each for each in entries([message])]
         if line.get("isSidechain") or line.get("parent_tool_use_id"):
             # Drop the sub-agent's task: the call that started the sub-agent contains it.
             role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
             of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
-        elif line.get("isMeta") or line.get("isApiErrorMessage"):
+        elif line.get("isMeta") or line.get("isApiErrorMessage") or message.get("model") == "<synthetic>":
             # These messages come from the program, not from the user or the agent.
             of_line = [e if e.role == "tool" else Entry(role="system", text=e.text) for e in of_line]
         said += of_line
@@ -253,6 +255,10 @@ _EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
 # --- OpenHands -------------------------------------------------------------------------------------------------------
 
 
+OPENHANDS_INTERNAL = ("condensation", "condensation_request", "change_agent_state", "recall", "null")
+"""Actions that are not turns of the policy; the first contains a summary, which a call of its own has written."""
+
+
 def is_openhands(record: object) -> bool:
     """Whether the record is an event of OpenHands, a list of events, or an evaluation result with its history."""
     events = record if isinstance(record, list) else get_field(record, "history")
@@ -320,7 +326,7 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
     if isinstance(action, str) and action in ("message", "system"):
         role = "system" if action == "system" else AGENT if source == "agent" else "user"
         yield Entry(role=role, text=result_text(arguments.get("content") or event.get("message")))
-    elif isinstance(action, str) and source == "agent":
+    elif isinstance(action, str) and source == "agent" and action not in OPENHANDS_INTERNAL:
         thought = text_of(arguments, "thought")
         hidden = ("thought", "hidden", "is_input", "confirmation_state", "security_risk", "blocking")
         about = {key: value for key, value in arguments.items() if key not in hidden and value not in ("", None)}
@@ -335,10 +341,12 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
                 calls=(ToolCall(name=action, arguments=about, call_id=call_id or str(event.get("id", ""))),),
             )
     elif isinstance(action, str):
-        if action not in ("change_agent_state", "recall", "null"):
+        if action not in ("change_agent_state", "recall", "null", "condensation_request"):
             yield Entry(
-                role=source,
-                text=result_text(arguments.get("content") or event.get("message") or compact_json(arguments)),
+                role=SIDE_CALL if source == "agent" else source,
+                text=result_text(
+                    first_of(arguments, "content", "summary") or event.get("message") or compact_json(arguments)
+                ),
             )
     elif "observation" in event and event["observation"] not in ("agent_state_changed", "null", "recall"):
         text = result_text(event.get("content") or event.get("message"))

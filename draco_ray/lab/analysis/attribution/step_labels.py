@@ -112,11 +112,10 @@ def read_step_labels(path: Path) -> StepLabelFile:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-        found = StepLabelFile.model_validate(json.loads(text, object_pairs_hook=_without_duplicates))
+        found = StepLabelFile.model_validate_json(text)
+        json.loads(text, object_pairs_hook=_without_duplicates)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"--labels {path}: not JSON: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
