@@ -29,7 +29,7 @@ POLL_SECONDS = 0.5
 SETTLE_SECONDS = 2.0
 """Time without growth after which a reply is read: a model's output, redirected into the file, arrives in pieces."""
 PAUSE_SECONDS = 60.0
-"""The same while the JSON is incomplete: programs may write their output in blocks of some kilobytes."""
+"""The same for a reply without closed JSON: programs may write their output in blocks of some kilobytes."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 MAX_NAMED_PROMPTS = 20

@@ -221,8 +221,8 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     for line, file in _judge_files(config).items():
         if before is not None and line not in before:
             raise ConfigError(
-                f"--out {path}: the earlier judgement there used {file} before it was edited; choose a new folder, or "
-                "restore it"
+                f"--out {path}: the earlier judgement there used other contents of {file}; choose a new folder, or "
+                "restore the file"
             )
 
 

@@ -268,8 +268,8 @@ def _role(role: str, message: Fields) -> str:
     if any(map(CALL_ROLE.fullmatch, kinds)):
         return TOOL_CALL_ROLE
     if role in AGENT_ROLES:
-        # Inspect marks what the task gave, such as examples; the policy did not sample it.
-        return EARLIER_AGENT if message.get("source") == "input" else AGENT
+        # Inspect marks what an agent was given. If no model wrote it, such as an example, the policy did not sample it.
+        return EARLIER_AGENT if message.get("source") == "input" and not message.get("model") else AGENT
     if role in ("developer", "system"):
         return "system"
     name = message.get("name")

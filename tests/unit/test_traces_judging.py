@@ -355,7 +355,7 @@ def test_a_pinned_rubric_that_was_edited_is_another_one(tmp_path: Path) -> None:
     assert judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned()) == first
     edited = {**canned_judge.CHEAPEST, "evaluator_instruction": "Pass if it is UA1."}
     mine.write_text(f"- {json.dumps(edited)}", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"used .*moved\.yaml before it was edited; choose a new folder"):
+    with pytest.raises(ConfigError, match=r"used other contents of .*moved\.yaml; choose a new folder"):
         judge_sync(groups, MODEL, rubric=mine, out=out, complete=Canned())
 
 
@@ -367,7 +367,9 @@ def test_prompts_that_were_edited_are_other_ones(tmp_path: Path) -> None:
     assert judge_sync(groups, MODEL, out=out, complete=Canned(), config=config) == first
     template = mine / "score_rubrics.txt"
     template.write_text(template.read_text(encoding="utf-8") + "Be strict.\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"used .*prompts before it was edited; choose a new folder, or restore it"):
+    with pytest.raises(
+        ConfigError, match=r"used other contents of .*prompts; choose a new folder, or restore the file"
+    ):
         judge_sync(groups, MODEL, out=out, complete=Canned(), config=config)
 
 
