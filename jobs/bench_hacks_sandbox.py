@@ -118,7 +118,7 @@ def figures_file(folder: Path, run: Wanted) -> Path:
 
 
 def write_watched(folder: Path, run: Wanted, root: Path, hole: str = CLEAN) -> Watched:
-    """Read a finished run in ``root``, write its `figures_file`, and return it."""
+    """Compute the `Watched` figures of a finished run in ``root``, write them to `figures_file`, and return them."""
     seen = watched(RunDirectory.open(root / run.name), hole)
     figures_file(folder, run).write_text(f"{json.dumps(asdict(seen))}\n", encoding="utf-8")
     return seen
@@ -130,7 +130,7 @@ def read_watched(file: Path) -> Watched:
 
 
 def clean_runs(folder: Path) -> list[Watched]:
-    """The watched runs whose figures are in a folder; the caller must know that their judges have no hole."""
+    """Read the figures of all watched runs in a folder. The caller must know that their judges have no hole."""
     return [read_watched(file) for file in sorted(folder.glob("*.hacks.json"))]
 
 

@@ -94,8 +94,8 @@ class JudgingRun:
                 _check_same(directory, config, index)
                 directory.write_config(dump_config(config))
             if not (path / TRACES_FILE).is_file() or not _begun(path):
-                write_private(path / TRACES_FILE, index)
                 write_private(path / FILES_FILE, "".join(_judge_files(config)))
+                write_private(path / TRACES_FILE, index)
             yield cls(directory, groups)
 
     @property
@@ -217,9 +217,9 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
             f"--out {path}: {changed} differs from the earlier judgement there; choose a new folder, or use the same "
             "settings"
         )
-    before = read_text(path / FILES_FILE) if (path / FILES_FILE).is_file() else None
+    before = read_text(path / FILES_FILE)
     for line, file in _judge_files(config).items():
-        if before is not None and line not in before:
+        if line not in before:
             raise ConfigError(
                 f"--out {path}: the earlier judgement there used other contents of {file}; choose a new folder, or "
                 "restore the file"

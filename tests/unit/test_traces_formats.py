@@ -1266,7 +1266,7 @@ def test_what_a_benchmark_lets_the_agent_say_is_no_step(tmp_path: Path) -> None:
         (trace,) = read(tmp_path, [record])[0].traces
         assert [turn.text for turn in trace.turns] == [DONE]
         assert [message.role for message in trace.prompt] == ["user", "earlier assistant", "user"]
-    # An agent that runs after another one is given the messages that it wrote.
+    # If agents run one after another, the later one is given the messages of the earlier one.
     written = {"role": "assistant", "content": "First.", "source": "input", "model": "m"}
     (trace,) = read(tmp_path, [{"id": "a", "messages": [USER, written, {**LAST, "source": "generate"}]}])[0].traces
     assert [(turn.text, turn.is_step) for turn in trace.turns] == [("First.", True), (DONE, True)]

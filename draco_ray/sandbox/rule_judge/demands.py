@@ -82,7 +82,7 @@ class Demands:
         self.actions = () if self.question else actions
         self.lists = _lists(plain)
         self.direction = "received" if said["received"] else "sent" if said["sent"] else None
-        """``received`` or ``sent``, for lists that have both sides."""
+        """Whether items that were ``received`` or ``sent`` are meant, if the task says so."""
         self.limits = _limits(plain)
         quoted = _PHRASES["quoted"].finditer(self.text)
         self.names = tuple(match[1] for match in quoted if _selects(self.text[: match.start()]))
