@@ -20,7 +20,7 @@ from pathlib import Path
 
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
-from draco_ray.judging.reply import TAG
+from draco_ray.judging.reply import TAG, is_complete
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ POLL_SECONDS = 0.5
 SETTLE_SECONDS = 2.0
 """Time without growth after which a reply is read: a model's output, redirected into the file, arrives in pieces."""
 PAUSE_SECONDS = 60.0
-"""The same for a reply without closed JSON: programs may write their output in blocks of some kilobytes."""
+"""The same for a reply without complete JSON: programs may write their output in blocks of some kilobytes."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name the awaited replies."""
 MAX_NAMED_PROMPTS = 20
@@ -156,8 +156,10 @@ class FileJudge:
                         size, grown = found.st_size, now
                     # The modification time can show that a reply is complete, unless a file server's clock is ahead.
                     idle = max(now - grown, time.time() - found.st_mtime)
-                    if size and idle > SETTLE_SECONDS and (idle > PAUSE_SECONDS or _closed(path.read_bytes())):
-                        return path.read_text(encoding="utf-8-sig")
+                    if size and idle > SETTLE_SECONDS:
+                        written = path.read_bytes().decode("utf-8", "replace")
+                        if idle > PAUSE_SECONDS or is_complete(written):
+                            return path.read_text(encoding="utf-8-sig")
                 except FileNotFoundError:
                     # It is not written yet, or another process has just renamed it.
                     size = 0
@@ -183,12 +185,6 @@ class FileJudge:
             for stray in self._directory.glob(f"{name.partition('-')[0]}[!0-9]*"):
                 if stray.name.removeprefix(name) not in (PROMPT, SCHEMA, REPLY, f"{REPLY}.refused"):
                     log.warning("%s is ignored; the reply is read from %s%s", stray, name, REPLY)
-
-
-def _closed(reply: bytes) -> bool:
-    """Whether a reply contains JSON, all of whose brackets are closed."""
-    opened, closed = (sum(reply.count(each) for each in brackets) for brackets in ((b"{", b"["), (b"}", b"]")))
-    return 0 < opened <= closed
 
 
 def _listed(names: list[str]) -> str:

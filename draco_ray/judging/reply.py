@@ -357,6 +357,15 @@ def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
             left += reversed([*inner])
 
 
+def is_complete(text: str) -> bool:
+    """Whether a reply that is still being written contains JSON and no open bracket outside complete JSON values."""
+    try:
+        values, gaps, broken = _scan(text, Entry)
+    except ReplyError:
+        return False
+    return bool(values or broken) and _opened("".join(gaps)) <= 0
+
+
 def _opened(text: str) -> int:
     """How many more brackets a text opens than it closes."""
     return len(re.findall(r"[\[{]", text)) - len(re.findall(r"[\]}]", text))

@@ -123,12 +123,12 @@ async def test_a_reply_that_arrives_in_blocks_is_read_when_its_json_is_complete(
     monkeypatch.setattr(file_judge, "PAUSE_SECONDS", 60.0)
     waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
     prompts = await written(tmp_path, 1)
-    whole = '\ufeffI think "é". ```json\r\n{"entries": [{"title": "é"}]}\r\n```\r\n'.encode()
+    whole = '\ufeffI think "é". ```json\r\n{"entries": [{"title": "é[0"}]}\r\n```\r\n'.encode()
     with prompts[0].with_name(prompts[0].name.replace(PROMPT, REPLY)).open("wb", buffering=0) as file:
         for block in (whole[:12], whole[12:50], whole[50:]):
             file.write(block)
             await asyncio.sleep(1.2)
-    assert (await waiting).text == 'I think "é". ```json\n{"entries": [{"title": "é"}]}\n```\n'
+    assert (await waiting).text == 'I think "é". ```json\n{"entries": [{"title": "é[0"}]}\n```\n'
 
 
 async def test_a_reply_may_vanish_between_two_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
