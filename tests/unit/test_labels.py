@@ -230,7 +230,10 @@ def test_citations_recommend_a_reliability() -> None:
         ]
 
     right, corrected, wrong = (True, None), (False, (1,)), (False, None)
-    assert labelled_reliability(labels(right, right, right)) == 1.0
+    # Two labels prove nothing, although their gains do not differ.
+    assert labelled_reliability(labels(right, right)) == 0.0
+    assert labelled_reliability(labels(right, right, right)) == pytest.approx(0.38, abs=0.01)
+    assert labelled_reliability(labels(*[right] * 30)) == pytest.approx(0.997, abs=0.001)
     # Gains 3/4 and 1/2 - 1/8: mean 0.5625, standard error 0.1875; Student's 95 % quantile of 1 degree is 6.31.
     assert labelled_reliability(labels(right, corrected)) == 0.0
     many = labelled_reliability(labels(*[right, corrected] * 10))

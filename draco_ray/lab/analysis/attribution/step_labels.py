@@ -259,14 +259,17 @@ def citation_reliability(citations: Sequence[Cited]) -> float | None:
 
     A citation's gain is the share of right steps among its cited steps, minus their share among all steps of the
     rollout. If steps have equal length, the latter is the part of the update that right steps get without step credit.
-    Each citation is one observation.
+    Each citation is one observation. A group of average size without gain is added, because a few citations that are
+    all right have no variance, and would recommend 1.
 
     >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
     >>> round(found, 2)
-    0.63
+    0.17
     """
     gain_N = np.array([len({*c.cited} & {*c.right}) / len(c.cited) - len(c.right) / c.steps for c in citations])
-    return reliability(gain_N, np.unique([repr(c.group) for c in citations], return_inverse=True)[1])
+    groups, index_N = np.unique([repr(c.group) for c in citations], return_inverse=True)
+    added = round(len(gain_N) / max(1, len(groups)))
+    return reliability(np.append(gain_N, [0.0] * added), np.append(index_N, [len(groups)] * added))
 
 
 def error_rates(found: StepLabelFile, judge: str) -> Row:
