@@ -409,14 +409,17 @@ def _summary(kept: JudgingRun, totals: Totals) -> None:
 
 
 def _below(lines: Sequence[Line], baseline: Sequence[Line] | None, wanted: JudgeArguments) -> bool:
-    """Print the grades under a pinned rubric. Returns whether the pass share is below the threshold or the baseline."""
+    """Print the grades under a pinned rubric.
+
+    Returns: whether the pass share is below the threshold or the baseline, or no criterion applies to any trace.
+    """
     share = pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
             judged = any(line["verdicts"] for line in lines)
             why = "no criterion of the rubric applies to any trace" if judged else "no trace could be judged"
             console.print(f"{why}, so there is no pass share to compare")
-            return True
+            return judged
         return False
     console.print(grade.criterion_table(lines))
     console.print(f"pass share {grade.format_pass_share(share)}")

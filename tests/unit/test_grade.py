@@ -117,6 +117,16 @@ def test_criteria_that_apply_to_no_trace_are_no_failure_to_judge(
     assert "no criterion of the rubric applies to any trace, so there is no pass share to compare" in said
 
 
+def test_a_judge_that_fails_says_nothing_about_the_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "judge.py").write_text("def answer(prompt):\n    return None, 'I cannot.'\n")
+    (tmp_path / "config.yaml").write_text("extends: sandbox\njudge: {rule_judge: {use: './judge.py:answer'}}\n")
+    words = ["judge", str(TRACES), "--config", str(tmp_path / "config.yaml"), "--rubric", "static", "--fail-under", "0"]
+    with pytest.raises(SystemExit) as stopped:
+        main([*words, "--out", str(tmp_path / "judged")])
+    assert stopped.value.code == 4
+    assert "no trace could be judged, so there is no pass share to compare" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("value", "written"), [(-1e-9, "0.000"), (-0.25, "-0.250"), (None, "-")])
 def test_a_printed_zero_has_no_sign(value: float | None, written: str) -> None:
     assert with_interval(value, None, None) == written
@@ -129,6 +139,17 @@ def test_a_worse_judgement_is_below_its_baseline() -> None:
     assert (change.mean, change.high < 0, tasks) == (-0.75, True, 30)
     change, tasks = baseline_difference(good[:2], [*good, line("only there", "FAIL", "FAIL")])
     assert (change.mean, tasks) == (0.0, 2)
+
+
+def test_a_trace_with_many_verdicts_is_no_coin_flip() -> None:
+    def lines(tasks: int, passed: int) -> list[dict[str, object]]:
+        verdicts = [{"title": str(n), "verdict": "PASS" if n < passed else "FAIL"} for n in range(10)]
+        return [{"task_id": str(n), "pass_share": passed / 10, "verdicts": verdicts} for n in range(tasks)]
+
+    change, _ = baseline_difference(lines(8, passed=6), lines(8, passed=8))
+    assert change.high < 0
+    # A difference that a few verdicts could make is not.
+    assert baseline_difference(lines(4, passed=6), lines(4, passed=7))[0].high > 0
 
 
 def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(

@@ -17,10 +17,14 @@ Line = Mapping[str, Any]
 
 
 def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
-    """The mean over tasks of the mean pass share of each task's traces; None if no trace has one."""
-    judged = grouped((line for line in lines if line["pass_share"] is not None), "task_id")
-    means = {task: fmean(line["pass_share"] for line in found) for task, found in judged.items()}
-    return clustered_mean([means], lambda task: task) if means else None
+    """The mean over tasks of the mean pass share of each task's traces; None if no trace has one.
+
+    Its observations are the verdicts: a trace with many criteria is no coin flip, and its pass share varies less.
+    """
+    judged = [line for line in lines if line["pass_share"] is not None]
+    verdicts = sum(each["verdict"] != "NOT_APPLICABLE" for line in judged for each in line["verdicts"])
+    means = {task: fmean(line["pass_share"] for line in found) for task, found in grouped(judged, "task_id").items()}
+    return clustered_mean([means], lambda task: task, trials=verdicts) if means else None
 
 
 def read_run_jsonl(run: RunDirectory, name: str = JUDGED_FILE) -> list[dict[str, Any]]:
