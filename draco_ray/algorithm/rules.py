@@ -303,6 +303,6 @@ def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
     if reliability is None:
         raise ConfigError(
             f"algorithm.rule={name}: needs algorithm.reliability, a number from 0 to 1; measure it with "
-            "`draco attribution-bench --labels FILE`"
+            "`draco agreement` or `draco attribution-bench --labels FILE`"
         )
     return rule(reliability)

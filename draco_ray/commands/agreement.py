@@ -72,7 +72,7 @@ def _print_citations(labels: Sequence[Label]) -> None:
         )
     trusted = labelled_reliability(labels)
     if trusted is None:
-        console.print("no recommended algorithm.reliability: the labels lack rollout_steps; export them again")
+        console.print("no recommended algorithm.reliability: no labelled citation has steps and rollout_steps")
     else:
         console.print(f"recommended algorithm.reliability for this judge: {trusted:.3f}")
 

@@ -121,8 +121,8 @@ def attribution_labels(path: Path, *, out: Path) -> list[Path]:
     Raises:
         ConfigError: not a labels file.
     """
-    create_output_folder(out)
     found = read_step_labels(path)
+    create_output_folder(out)
     measured, calibrated = label_rows(found), calibration_rows(found, splits=RANDOM_SPLITS)
     scopes = grouped(measured.to_pylist(), "scope")
     for scope, title in (

@@ -804,8 +804,8 @@ class WatchConfig(ConfigSection):
     drift: Literal["off", "warn", "stop"] = "warn"
     """What happens after a step with significant evidence that the held-out judge (judge.held_out) gives the
     best-rewarded rollouts a lower pass share than middle-ranked ones, or than before while the judge does not: a sign
-    that the policy exploits the judge. It flags at most about 5 % of runs without a hack
-    (draco_ray/algorithm/drift.py)."""
+    that the policy exploits the judge. It flags at most about 5 % of runs without a hack, unless one of the judges is
+    wrong about the best rollouts (draco_ray/algorithm/drift.py)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)

@@ -12,6 +12,7 @@ import pytest
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.cli import main
+from draco_ray.commands.attribution_bench import attribution_labels
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
@@ -236,9 +237,10 @@ def test_what_is_no_labels_file_is_one_line(change: Any, message: str, tmp_path:
     path = tmp_path / "labels.json"
     path.write_text(change if isinstance(change, str) else json.dumps(made_up() | change))
     with pytest.raises(ConfigError) as problem:
-        read_step_labels(path)
+        attribution_labels(path, out=tmp_path / "out")
     assert message in str(problem.value)
     assert "\n" not in str(problem.value)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

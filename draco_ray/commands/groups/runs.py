@@ -156,8 +156,8 @@ def replay(
 
     Args:
         directory: A run directory or its URL.
-        judge: Ask another judge instead: a LiteLLM model, rules (offline), own (the run's judge) or policy (the
-            previous step's checkpoint).
+        judge: Ask another judge instead: a LiteLLM model, files:DIR, rules (offline), own (the run's judge) or policy
+            (the previous step's checkpoint).
         step: Only this training step; may be repeated.
         rule: Only this advantage rule (algorithm.rule); may be repeated.
         phase: With --judge: a phase to repeat; may be repeated (default: score, credit).
@@ -229,8 +229,8 @@ def attribution_bench(
     """Plant known faults in scripted rollouts, and measure how well a judge and step credit find the faulty steps.
 
     Args:
-        judge: The judge: a LiteLLM model, own (the judge of --config) or rules (the offline judge). Default: own if
-            --config names a judge, else rules.
+        judge: The judge: a LiteLLM model, files:DIR, own (the judge of --config) or rules (the offline judge).
+            Default: own if --config names a judge, else rules.
         world: Folder of the sandbox whose tasks are used.
         split: Use the tasks of this split.
         tasks: Use only N tasks of the split.
