@@ -28,6 +28,8 @@ TOOLS = "tools"
 """Role of the message in a prompt that lists the tools."""
 PROGRAM_ROLE = "program"
 """Role of the turn that reports how an agent's program ended; it belongs to no branch."""
+SIDE_CALL = "side call"
+"""Role of a model's turn outside the agent's conversation: a title, a guard's verdict, a summary."""
 
 
 class EpisodeEnd(StrEnum):
@@ -128,8 +130,7 @@ class Turn:
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"
-    """The speaker: the agent or, in traces of other agents, a user or another agent, whose turns are gaps without
-    sampled tokens."""
+    """The speaker: the agent, `SIDE_CALL`, or a user or another agent, whose turns are gaps without sampled tokens."""
     branch: int = 0
     """Index of the turn's branch (`Trajectory.branches`)."""
     policy_version: int | None = None
@@ -148,15 +149,14 @@ class Turn:
         return self.action is not None or self.message
 
 
-def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
+def is_step(*, acts: bool, message: str = "") -> bool:
     """The definition of a step (docs/method.md): a turn of the policy that has a recipient.
 
     Args:
         acts: whether the turn calls a tool or runs code.
         message: the turn's text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
-        answered: whether the turn was answered.
     """
-    return acts or answered or bool(message.strip())
+    return acts or bool(message.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draco_ray.records import SIDE_CALL
 from draco_ray.traces.entry import AGENT, Entry, strip_thinking
 
-SIDE_CALL = "side call"
-"""Role of model outputs outside the agent's conversation: a title, a guard's verdict, a summary."""
 SUB_AGENT = "sub-agent"
 """Prefix of the role of a sub-agent."""
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import SIDE_CALL, EpisodeEnd
+from draco_ray.traces.calls import SUB_AGENT
 from draco_ray.traces.conversation import CODE_PATTERN, assemble_conversation, tool_texts
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, MissingTaskId, json_type_name
 from draco_ray.traces.model import Trace, printable_id
@@ -165,8 +166,9 @@ def build_trace(
     prompt, turns, notes, task = assemble_conversation(
         said, instruction=instruction, tools=tool_texts(tools), code=reading.code
     )
-    # If the last turn is a message of the agent, the agent has finished.
-    finished = bool(turns) and turns[-1].message
+    # If the conversation ends with a message of the agent, the agent has finished. Side calls may follow.
+    last = next((turn for turn in reversed(turns) if not turn.role.startswith((SIDE_CALL, SUB_AGENT))), None)
+    finished = last is not None and last.message
     return Trace(
         trace_id=trace_id or first_identifier(record, TRACE_IDS),
         task_id=record_task_id(record, reading, task_id),

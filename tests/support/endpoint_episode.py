@@ -127,7 +127,7 @@ async def serve_episode(
 
 def check_recorded_tokens(played: Trajectory, sampler: ScriptedSampler) -> None:
     """Check that every sample is recorded once, after exactly the tokens that the policy saw."""
-    spoken = [turn for turn in played.turns if turn.role == "assistant"]
+    spoken = [turn for turn in played.turns if turn.tokens]
     assert sum(turn.last_token - turn.first_token for turn in spoken) == int(played.sampled_T.sum())
     seen = [(prompt, said) for prompt, said in zip(sampler.asked, sampler.sampled, strict=False)]
     for turn in spoken:

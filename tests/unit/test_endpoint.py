@@ -18,6 +18,7 @@ from draco_ray.engine.chat import ChatTokenizer
 from draco_ray.errors import EngineError
 from draco_ray.judging import render
 from draco_ray.records import TOOLS, EpisodeEnd
+from draco_ray.traces.load import groups_of
 from tests.support.endpoint_episode import CHAT, END, TOKENIZER, TOOL, ServedEpisode, call, encoded, serve_episode
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
 
@@ -273,6 +274,44 @@ async def test_what_nobody_received_is_a_gap_and_a_cut_answer_that_was_delivered
         await at.openai.chat.completions.create(model="m", messages=ASK)
         await at.openai.chat.completions.create(model="m", messages=ASK, metadata={"side_call": "title"})
         assert at.trajectory().steps == ()
+
+
+async def test_an_answered_turn_is_a_step_if_it_has_words_here_and_in_its_trace() -> None:
+    lines = [f"<think>\nHm.\n</think>{said}{END}" for said in ("", "Which order?", "Done.")]
+    async with serve_episode(lines) as at:
+        said = [*ASK]
+        for answer in ("Go on.", "A1.", "Thanks."):
+            message = (await at.openai.chat.completions.create(model="m", messages=said)).choices[0].message
+            said += [{"role": "assistant", "content": message.content}, {"role": "user", "content": answer}]
+        played = at.trajectory()
+    (trace,) = groups_of([{"messages": said}])[0].traces
+    for turns in (played.turns, trace.turns):
+        assert [turn.is_step for turn in turns if turn.role == "assistant"] == [False, True, True]
+    asked = "Reasoning [c0de1234]:\n&lt;think>\nHm.\n&lt;/think>\nAction [c0de1234]:\nWhich order?\n"
+    assert asked in render.steps_summary(played, "c0de1234")
+
+
+async def test_a_side_call_is_no_turn_of_the_agent_and_its_result_no_output_of_a_step() -> None:
+    async with serve_episode([call(order="A1"), f"Done.{END}", call(order="A2"), f"Refunds{END}"]) as at:
+        await play_tools(at)
+        said: list[dict[str, Any]] = [{"role": "user", "content": "Title?"}]
+        for _ in range(2):
+            message = (
+                (
+                    await at.openai.chat.completions.create(
+                        model="m", messages=said, tools=[TOOL], metadata={"side_call": "title"}
+                    )
+                )
+                .choices[0]
+                .message
+            )
+            said += [message.model_dump(exclude_none=True)]
+            said += [told("found", each.id) for each in message.tool_calls or ()]
+        played = at.trajectory()
+    assert len(played.steps) == 2
+    shown = render.agent_trajectory(played, "c0de1234")
+    assert (shown.count("[SIDE CALL c0de1234]"), shown.count("(output of step 1)")) == (2, 1)
+    assert "Closing turn" not in render.steps_summary(played, "c0de1234")
 
 
 async def test_several_calls_of_a_turn_are_one_step() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 
+from draco_ray.records import SIDE_CALL
 from tests.support.endpoint_episode import CHAT, END, TOKENIZER, ServedEpisode, call, serve_episode
 
 TOOL: dict[str, Any] = {"name": "refund", "input_schema": {"type": "object", "properties": {"order": {}}}}
@@ -167,10 +168,10 @@ async def test_requests_that_a_rule_names_are_side_calls() -> None:
         history += [{"role": "assistant", "content": turn.content}]
         await chat.create(model="m", messages=[*history, {"role": "user", "content": "Summarize the conversation."}])
         played = at.trajectory()
-    assert [(turn.text, turn.is_step) for turn in played.turns if turn.role == "assistant"] == [
-        ("Title", False),
-        ("Look.", True),
-        ("Summary", False),
+    assert [(turn.text, turn.role, turn.is_step) for turn in played.turns if turn.tokens] == [
+        ("Title", SIDE_CALL, False),
+        ("Look.", "assistant", True),
+        ("Summary", SIDE_CALL, False),
     ]
 
 

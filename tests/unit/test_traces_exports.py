@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from draco_ray.errors import TraceError
+from draco_ray.records import EpisodeEnd
 from draco_ray.traces.load import groups_of, load_traces
 from draco_ray.traces.model import Trace
 
@@ -539,7 +540,7 @@ def test_title_and_follow_up_calls_are_side_calls() -> None:
         ((trace,),) = (group.traces for group in groups_of([spans_of(beside)]))
         assert [message.content for message in trace.prompt] == ["You book.", "Book JFK to SFO."]
         assert [turn.role for turn in trace.turns] == ["assistant", "side call"]
-        assert trace.turns[0].text == "Done, on DL9."
+        assert (trace.turns[0].text, trace.ended) == ("Done, on DL9.", EpisodeEnd.FINISHED)
 
 
 @pytest.mark.parametrize("name", sorted(MLFLOW))

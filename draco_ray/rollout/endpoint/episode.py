@@ -24,7 +24,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ParsedToolCalls, ToolCall, after_reasoning
 from draco_ray.errors import ConfigError
-from draco_ray.records import PROGRAM_ROLE, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
+from draco_ray.records import PROGRAM_ROLE, SIDE_CALL, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, number_tool_results
 from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, is_side_call, message_key
@@ -399,16 +399,17 @@ class Episode:
         """Whether a turn is a step that gets credit. The program has received every turn; side calls are gaps."""
         if turn.side_call:
             return False
-        message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
-        if last and self._config.closing_turn == "gap":
-            message = ""
-        return is_step(acts=turn.called, message=message, answered=turn.answered is not None)
+        closing_gap = last and turn.answered is None and self._config.closing_turn == "gap"
+        return is_step(acts=turn.called, message="" if closing_gap else self._delivered(turn))
+
+    def _delivered(self, turn: _Turn) -> str:
+        return after_reasoning(turn.text, thinking=self._chat.opens_thinking).strip()
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
         # If the agent answered a text, the text may be an action in the agent's own format. Otherwise it is a message.
         if step and (turn.called or turn.answered is not None):
-            action = turn.use.text if turn.use is not None else turn.text
+            action = turn.use.text if turn.use is not None else self._delivered(turn)
         observation = None
         if results := [message for message in turn.answered or () if message["role"] == "tool"]:
             names = [call.name for call in turn.use.calls] if turn.use is not None else []
@@ -422,6 +423,7 @@ class Episode:
             last_token=offset + turn.end,
             seconds_generating=turn.seconds,
             seconds_executing=max(0.0, turn.answered_at - turn.at) if turn.answered is not None else 0.0,
+            role=SIDE_CALL if turn.side_call else "assistant",
             branch=branch,
             policy_version=turn.policy_version,
             message=step and action is None,
