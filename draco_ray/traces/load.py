@@ -231,7 +231,7 @@ class _Loader:
             trace_id=trace_id,
             format=trace.format,
             source=trace.source,
-            steps=len(trace.judged_steps),
+            steps=len(trace.steps),
             turns=len(trace.turns),
             characters=trace.characters,
             prompt_characters=sum(len(message.content) for message in trace.prompt),

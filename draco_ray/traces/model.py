@@ -39,12 +39,7 @@ class Trace:
 
     @property
     def steps(self) -> tuple[Turn, ...]:
-        """The turns that act, with code or tool calls, in order."""
-        return tuple(turn for turn in self.turns if turn.action is not None)
-
-    @property
-    def judged_steps(self) -> tuple[Turn, ...]:
-        """The steps that a judge may cite: turns that act, and messages that somebody received."""
+        """The turns that are steps, in order: those that act, and messages that somebody received."""
         return tuple(turn for turn in self.turns if turn.is_step)
 
     @property

@@ -187,7 +187,7 @@ def _verdict(
 
 def _steps(state: GroupJudgement, rollout: int) -> Iterator[JudgedStep]:
     trace, share = state.traces[rollout], state.share(rollout)
-    for index, turn in enumerate(trace.judged_steps):
+    for index, turn in enumerate(trace.steps):
         quality = float("nan") if share is None else float(share.quality_M[index])
         yield JudgedStep(
             step=index + 1,

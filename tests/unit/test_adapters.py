@@ -122,7 +122,7 @@ def test_an_assistants_messages_in_the_prompt_are_not_the_policys() -> None:
         assert len(set(spread[1][np.array(MASK) != 0])) == 3
     rebuilt, _ = conversation_of_tokens(prompt, [1], [1], lambda _: "Done.")
     trace = groups_of([{"messages": rebuilt}])[0].traces[0]
-    assert [turn.text for turn in trace.judged_steps] == ["Done."]
+    assert [turn.text for turn in trace.steps] == ["Done."]
     told = [(each.role, each.content) for each in trace.prompt]
     assert ("earlier assistant", 'I search.\nsearch({"to": "SFO"})') in told
     assert told[-1] == ("user", ASK)

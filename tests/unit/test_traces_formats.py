@@ -37,9 +37,9 @@ def constructed(name: str, **fields: Any) -> dict[str, Any]:
     return {"lc": 1, "type": "constructor", "id": ["langchain", "schema", "messages", name], "kwargs": fields}
 
 
-def claude(number: int, type_: str, content: Any, **more: Any) -> dict[str, Any]:
+def claude(number: int, type_: str, content: Any, *, reply: int | None = None, **more: Any) -> dict[str, Any]:
     parent = f"u{number - 1}" if number > 1 else None
-    message = {"role": type_, "content": content, **({"id": f"m{number}"} if type_ == "assistant" else {})}
+    message = {"role": type_, "content": content, **({"id": f"m{reply or number}"} if type_ == "assistant" else {})}
     return {"type": type_, "uuid": f"u{number}", "parentUuid": parent, "sessionId": "s1", "message": message, **more}
 
 
@@ -222,7 +222,7 @@ LINES: dict[str, list[dict[str, Any]]] = {
         {"type": "summary", "summary": "Booking", "leafUuid": "u4"},
         claude(1, "user", ASKED),
         claude(2, "assistant", [typed("text", text=SAID)]),
-        claude(3, "assistant", [typed("tool_use", id="t", name="find_room", input=ARGUMENTS)]),
+        claude(3, "assistant", [typed("tool_use", id="t", name="find_room", input=ARGUMENTS)], reply=2),
         claude(4, "user", [typed("tool_result", tool_use_id="t", content=RESULT)], toolUseResult={"stdout": RESULT}),
         claude(5, "assistant", [typed("text", text=DONE)]),
     ],
@@ -955,9 +955,10 @@ def test_a_run_is_the_same_in_every_format(name: str, tmp_path: Path) -> None:
     trace = groups[0].traces[0]
     assert trace.notes == ()
     assert ASKED in [message.content for message in trace.prompt]
-    calls = [(turn.action, turn.role) for turn in trace.judged_steps if not turn.message]
-    assert calls == [('find_room({"day": "Fri"})', "assistant")]
-    assert (trace.judged_steps[-1].text, trace.judged_steps[-1].message) == (DONE, True)
+    # In version 4 of the AI SDK the text of a message is always the last step of it.
+    said = 2 if name == "ai sdk page, version 4" else 1
+    assert [turn.action for turn in trace.steps] == ['find_room({"day": "Fri"})', *[None] * said]
+    assert (trace.steps[-1].text, trace.ended) == (DONE, EpisodeEnd.FINISHED)
     assert RESULT in (trace.steps[0].observation or "")
     assert trace.turns[-1].text == DONE
     if not name.startswith("sharegpt"):
@@ -1104,7 +1105,7 @@ def test_parallel_calls_are_one_step_where_each_is_logged_with_its_result(name: 
     assert [turn.text for turn in trace.turns[::2]] == [f"{SAID}\n\nfind_room({{}})\nfind_lunch({{}})", DONE]
     results = "(result 1 of 2, find_room)\nfind_room done\n\n(result 2 of 2, find_lunch)\nfind_lunch done"
     assert [turn.observation for turn in trace.turns] == [results, "book done", None]
-    assert len(trace.judged_steps) == 3
+    assert len(trace.steps) == 3
 
 
 @pytest.mark.parametrize(
@@ -1143,7 +1144,7 @@ def test_an_assistants_messages_before_the_sampled_ones_are_no_steps(tmp_path: P
     for record in (old, {"task": {"data": {"id": "t"}}, "nodes": nodes}):
         trace = read(tmp_path, [record])[0].traces[0]
         assert ("earlier assistant", "Nothing.") in [(each.role, each.content) for each in trace.prompt]
-        assert [turn.text for turn in trace.judged_steps] == [f'{SAID}\n\nfind_room({{"day": "Fri"}})', DONE]
+        assert [turn.text for turn in trace.steps] == [f'{SAID}\n\nfind_room({{"day": "Fri"}})', DONE]
 
 
 def test_a_log_whose_histories_leave_hidden_reasoning_out_is_one_conversation(tmp_path: Path) -> None:
@@ -1605,6 +1606,7 @@ def test_base64_within_a_text_is_described(tmp_path: Path) -> None:
     assert [turn.observation for turn in trace.steps] == [
         "![a]([image/png, 608 bytes]) end",
         '{"image": "[base64, 608 bytes]", "n": 1}',
+        None,
     ]
     assert trace.turns[-1].text == f"{DONE} ![a]([image/png, 608 bytes]) end"
 
@@ -1930,23 +1932,28 @@ def test_pieces_of_streams_are_joined_whatever_they_hold(pieces: list[Any], said
 
 
 @pytest.mark.parametrize(
-    ("reply", "ended"),
+    ("reply", "ended", "steps"),
     [
-        ({"choices": [{"message": LAST, "finish_reason": "length"}]}, EpisodeEnd.RESPONSE_LIMIT),
+        ({"choices": [{"message": LAST, "finish_reason": "length"}]}, EpisodeEnd.RESPONSE_LIMIT, 2),
         (
             {"candidates": [{"content": {"role": "model", "parts": [{"text": "R"}]}, "finishReason": "MAX_TOKENS"}]},
             EpisodeEnd.RESPONSE_LIMIT,
+            2,
         ),
-        ({"role": "assistant", "content": "R", "stop_reason": "max_tokens"}, EpisodeEnd.RESPONSE_LIMIT),
-        ({"choices": [{"message": LAST, "finish_reason": "stop"}]}, EpisodeEnd.FINISHED),
-        ({"choices": [{"message": {**LAST, "content": ""}, "finish_reason": "content_filter"}]}, EpisodeEnd.UNSTATED),
+        ({"role": "assistant", "content": "R", "stop_reason": "max_tokens"}, EpisodeEnd.RESPONSE_LIMIT, 2),
+        ({"choices": [{"message": LAST, "finish_reason": "stop"}]}, EpisodeEnd.FINISHED, 2),
+        (
+            {"choices": [{"message": {**LAST, "content": ""}, "finish_reason": "content_filter"}]},
+            EpisodeEnd.UNSTATED,
+            1,
+        ),
     ],
 )
 def test_an_answer_that_is_truncated_or_empty_has_not_finished(
-    reply: dict[str, Any], ended: EpisodeEnd, tmp_path: Path
+    reply: dict[str, Any], ended: EpisodeEnd, steps: int, tmp_path: Path
 ) -> None:
     trace = read(tmp_path, [{"request": {"messages": [USER, CALLING, ANSWER]}, "response": reply}])[0].traces[0]
-    assert (trace.ended, len(trace.steps)) == (ended, 1)
+    assert (trace.ended, len(trace.steps)) == (ended, steps)
 
 
 @pytest.mark.parametrize(

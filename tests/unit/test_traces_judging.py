@@ -526,7 +526,7 @@ def test_the_facts_name_tools_that_nobody_called() -> None:
 def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
     trace = load_traces(FILES / "openai_chat.jsonl")[0].traces[0]
     trajectory = as_trajectory(trace, "g", 0)
-    assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.judged_steps]
+    assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.steps]
     assert (trajectory.token_ids_T == -1).all()
     counted = replace(trace, turns=tuple(replace(t, last_token=7 if t.role == "assistant" else 0) for t in trace.turns))
     assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7, 7, 7]

@@ -73,7 +73,7 @@ def test_each_format_is_recognised_and_named(name: str) -> None:
     summary = groups[0].summaries[0]
     assert (summary.format, bool(summary.notes)) == (name, False)
     trace = groups[-1].traces[0]
-    first = next(turn for turn in trace.judged_steps if turn.action is not None)
+    first = next(turn for turn in trace.steps if turn.action is not None)
     assert SEARCH in (first.action or "")
     assert "DL9 380 USD" in (first.observation or "")
     assert (first.action or "") in first.text
@@ -104,7 +104,7 @@ def test_a_chat_is_steps_gaps_and_what_came_back() -> None:
 def test_the_same_run_in_four_dialects_is_the_same_trace() -> None:
     """But for what one of them has and others have not: a user's turn, a failed tool, thinking."""
     actions = [
-        [turn.action for turn in one(FILES / BY_FORMAT[name]).judged_steps if not turn.message]
+        [turn.action for turn in one(FILES / BY_FORMAT[name]).steps if not turn.message]
         for name in ("openai-chat", "openai-responses", "anthropic")
     ]
     assert actions[0] == actions[1] == actions[2]
@@ -116,8 +116,8 @@ def test_the_same_run_in_four_dialects_is_the_same_trace() -> None:
 
 def test_spans_of_two_traces_interleaved_are_two_conversations() -> None:
     first, second = load_traces(FILES / "otlp.jsonl")[0].traces
-    assert [turn.action for turn in first.judged_steps][1:] == ['book({"flight": "DL9"})', None]
-    assert [turn.action for turn in second.judged_steps][1:] == ['book({"flight": "UA1"})', None]
+    assert [turn.action for turn in first.steps][1:] == ['book({"flight": "DL9"})', None]
+    assert [turn.action for turn in second.steps][1:] == ['book({"flight": "UA1"})', None]
     # What the spans repeat of the conversation so far is there once.
     assert [turn.role for turn in first.turns] == ["assistant", "assistant", "sub-agent checker", "assistant"]
     assert first.turns[2].text == "The price is right."

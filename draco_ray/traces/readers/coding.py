@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draco_ray.records import EpisodeEnd
-from draco_ray.traces.calls import SIDE_CALL, SUB_AGENT
+from draco_ray.records import SIDE_CALL, EpisodeEnd
+from draco_ray.traces.calls import SUB_AGENT
 from draco_ray.traces.entry import (
     AGENT,
     BadTrace,
@@ -69,7 +69,7 @@ def read_claude_code(lines: Any, reading: ReadOptions) -> Iterator[Trace]:
     for line in _one_line_a_message(_without_rewound(lines)):
         message = line.get("message")
         if line.get("type") == "tool_call" and line.get("subtype") == "completed":
-            said += entries([_of_cursor(line)])
+            said += [replace(each, item=each.role == AGENT) for each in entries([_of_cursor(line)])]
         if not isinstance(message, Mapping):
             continue
         # Lines with the same message id are merged already.
