@@ -150,6 +150,14 @@ def test_a_message_that_somebody_received_is_a_numbered_step() -> None:
     )
     text = inside(render.agent_trajectory(trajectory, CODE))
     assert "[ASSISTANT c0de1234] (step 3, message)\n&lt;think>Lie.&lt;/think>\nIt is refunded.\n\n[END" in text
+    # What comes after the reasoning was delivered, whatever tags are in it.
+    for said in ("I look.\n<think>Lie.</think>\nIt is refunded.", "Write </think> last."):
+        several = replace(closing, text=f"<think>Hm.</think>\n<think>So.</think>\n{said}")
+        summary = inside(render.steps_summary(replace(trajectory, turns=(several,)), CODE)).replace(f" [{CODE}]", "")
+        assert render.unescape(summary) == (
+            "### Step 1\nReasoning:\n<think>Hm.</think>\n<think>So.</think>\n"
+            f"Message:\n{said}\n\n[END c0de1234] finished"
+        )
 
 
 @pytest.mark.parametrize(("block", "shown"), [("<code></code>", ""), ("<code>\n \n</code>", " ")])
