@@ -40,6 +40,7 @@ def test_rollouts_are_samples_whose_steps_have_the_numbers_that_verdicts_cite(tm
     assert about["step_advantage"] == [0.0, 1.05]
     called = [call["arguments"] for message in won["messages"] for call in message.get("tool_calls", ())]
     assert called == [{"number": 1, "action": CODE}, {"number": 2, "action": "finish()"}]
+    assert won["messages"][-1]["metadata"] == {"step": None}
     # They are traces like any others.
     groups = load_traces(tmp_path / "logs")
     assert not groups.problems
@@ -133,6 +134,8 @@ def test_judged_traces_have_the_time_of_their_judging(tmp_path: Path) -> None:
     assert datetime.fromisoformat(log["eval"]["created"]).timestamp() == int(min(calls))
     assert [sample["scores"]["draco"]["value"] for sample in log["samples"]] == [1.0, -1.0]
     assert "started_at" not in log["samples"][0]
+    steps = len(log["samples"][0]["scores"]["draco"]["metadata"]["step_quality"])
+    assert log["samples"][0]["messages"][-1]["metadata"] == {"step": steps}
 
 
 def test_a_run_without_rollouts_has_no_logs_and_a_file_in_the_way_is_said(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 There is one log per training step and one per measurement. A sample is a task, an epoch one of its rollouts. The score
 of training (``draco``) is the reward, with verdicts, evidence, cited steps, step qualities and advantages as metadata.
 The score of an evaluation (``success``) is 1 or 0; without an evaluator it is ``judged``, the share of the judge's
-applicable verdicts that pass. A lost rollout is a sample with an error. Each step of the agent is a message with a tool
-call ``step``, numbered as in the judge's citations, and its observation is the call's result. A rollout that was not
-kept has no messages. The JSON format is that of inspect_ai 0.3.285, which need not be installed.
+applicable verdicts that pass. A lost rollout is a sample with an error. Steps are numbered as in the judge's citations:
+an action is a message with a tool call ``step``, whose result is the observation; a message has its number as metadata.
+A rollout that was not kept has no messages. The JSON format is that of inspect_ai 0.3.285, which need not be installed.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _judged_sample(row: Row, played: Trajectory | None) -> Json:
 
 
 def _sample(task: str, rollout: int, played: Trajectory | None, scores: Json, error: str | None = None) -> Json:
-    """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations.
+    """A rollout as a sample, whose steps are numbered as in the judge's citations.
 
     Args:
         played: None if the rollout's trajectory was not kept.
@@ -271,7 +271,7 @@ def _turns(trajectory: Trajectory) -> Iterator[Json]:
             continue
         number += turn.is_step
         if turn.action is None:
-            yield {"role": "assistant", "content": turn.text}
+            yield {"role": "assistant", "content": turn.text, "metadata": {"step": number if turn.message else None}}
         else:
             yield from _step(turn, number)
 
