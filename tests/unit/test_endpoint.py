@@ -276,18 +276,21 @@ async def test_what_nobody_received_is_a_gap_and_a_cut_answer_that_was_delivered
         assert at.trajectory().steps == ()
 
 
-async def test_an_answered_turn_is_a_step_if_it_has_words_here_and_in_its_trace() -> None:
+@pytest.mark.parametrize(("tools", "kind"), [([], "Action"), ([TOOL], "Message")])
+async def test_an_answered_turn_is_a_step_if_it_has_words_here_and_in_its_trace(tools: list[Any], kind: str) -> None:
+    """Without tools it may be an action in the agent's own format; an agent with tools speaks."""
     lines = [f"<think>\nHm.\n</think>{said}{END}" for said in ("", "Which order?", "Done.")]
     async with serve_episode(lines) as at:
         said = [*ASK]
         for answer in ("Go on.", "A1.", "Thanks."):
-            message = (await at.openai.chat.completions.create(model="m", messages=said)).choices[0].message
-            said += [{"role": "assistant", "content": message.content}, {"role": "user", "content": answer}]
+            reply = await at.openai.chat.completions.create(model="m", messages=said, tools=tools or openai.omit)
+            content = reply.choices[0].message.content
+            said += [{"role": "assistant", "content": content}, {"role": "user", "content": answer}]
         played = at.trajectory()
     (trace,) = groups_of([{"messages": said}])[0].traces
     for turns in (played.turns, trace.turns):
         assert [turn.is_step for turn in turns if turn.role == "assistant"] == [False, True, True]
-    asked = "Reasoning [c0de1234]:\n&lt;think>\nHm.\n&lt;/think>\nAction [c0de1234]:\nWhich order?\n"
+    asked = f"Reasoning [c0de1234]:\n&lt;think>\nHm.\n&lt;/think>\n{kind} [c0de1234]:\nWhich order?\n"
     assert asked in render.steps_summary(played, "c0de1234")
 
 

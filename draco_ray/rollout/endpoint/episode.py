@@ -407,8 +407,9 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # If the agent answered a text, the text may be an action in the agent's own format. Otherwise it is a message.
-        if step and (turn.called or turn.answered is not None):
+        # If the agent offers no tools and answered a text, the text may be an action in the agent's own format.
+        acts = turn.use is not None or turn.branch.tools == _NO_TOOLS
+        if step and (turn.called or (acts and turn.answered is not None)):
             action = turn.use.text if turn.use is not None else self._delivered(turn)
         observation = None
         if results := [message for message in turn.answered or () if message["role"] == "tool"]:
